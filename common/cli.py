@@ -1,0 +1,110 @@
+"""Command-line habits: errors for people, talk on stderr, one line of JSON on stdout."""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+
+from tqdm import tqdm
+
+RANK = int(os.environ.get("RANK", "0"))  # set by accelerate launch and torchrun; read before torch starts
+
+
+class UserError(Exception):
+    """A mistake in the arguments or the input. Shown as one sentence, exit code 2."""
+
+
+def run(main):
+    """Call `main()`, print the summary that it returns as one line of JSON on stdout, and exit with 0, 1 or 2.
+
+    `main` returns (summary, exit code), or just the summary for exit code 0. Everything that libraries print to stdout
+    while it runs goes to stderr, so that `script | jq` works. Only rank 0 writes to stdout.
+    """
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    logging.captureWarnings(True)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        result = main()
+    except UserError as error:
+        if RANK == 0:
+            print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on from what is on disk")
+        sys.exit(130)
+    summary, code = result if isinstance(result, tuple) else (result, 0)
+    if RANK == 0:
+        line = json.dumps(finite(summary), ensure_ascii=False) + "\n"
+        os.write(stdout, line.encode())
+    sys.exit(code)
+
+
+def say(*words):
+    """One line on stderr, from rank 0 only; a progress bar in progress is not torn."""
+    if RANK == 0:
+        tqdm.write(" ".join(str(word) for word in words), file=sys.stderr)
+        sys.stderr.flush()
+
+
+def finite(value):
+    """`value` with every non-finite float replaced by None: JSON knows no NaN."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+class Progress:
+    """A bar on stderr when that is a terminal, otherwise a plain line every `every` seconds."""
+
+    def __init__(self, total, unit, title, every=20.0):
+        self.title, self.unit, self.every = title, unit, every
+        terminal = RANK == 0 and sys.stderr.isatty()
+        self.bar = tqdm(total=total, unit=unit, desc=title, file=sys.stderr, disable=not terminal, dynamic_ncols=True,
+                        unit_scale=True)
+        self.plain = RANK == 0 and not terminal
+        self.total, self.done = total, 0
+        self.start = self.spoke = time.monotonic()
+
+    def update(self, amount, note=""):
+        self.done += amount
+        self.bar.update(amount)
+        if note:
+            self.bar.set_postfix_str(note)
+        now = time.monotonic()
+        if not self.plain or now - self.spoke < self.every:
+            return
+        self.spoke = now
+        rate = self.done / max(now - self.start, 1e-9)
+        left = f", {max(self.total - self.done, 0) / max(rate, 1e-9):.0f} s left" if self.total else ""
+        of = f"/{self.total}" if self.total else ""
+        say(f"{self.title}: {self.done}{of} {self.unit}, {rate:.1f} {self.unit}/s{left}{', ' + note if note else ''}")
+
+    def close(self):
+        self.bar.close()
+
+
+def positive_int(text):
+    """argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+positive_int.__name__ = "positive integer"
+
+
+def human_bytes(count):
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,99 @@
+"""Files that are whole or not there: temporary name in the same folder, fsync, rename. And hashes."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from common.cli import UserError
+
+
+def replace_file(path, write):
+    """`write(temporary path)`, flush it to disk, then rename it to `path`."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def replace_folder(path, fill):
+    """`fill(temporary folder)`, flush its files, then rename it to `path`, which must not exist."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        fill(temporary)
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with open(file, "rb+") as handle:
+                    os.fsync(handle.fileno())
+        os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _sync_folder(path.parent)
+
+
+def write_json(path, value):
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def read_json(path):
+    """The JSON object in `path`. Raises UserError when it is missing or no JSON object."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise UserError(f"{path} is not readable as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, an object was expected")
+    return value
+
+
+def sha256_file(path):
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def sha256_json(value):
+    """Hash of a JSON value that does not depend on the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def sha256_tensors(tensors):
+    """Hash of the dtypes, shapes and bytes of `tensors`, in order."""
+    import torch
+
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def check_output_folder(path, marker):
+    """Refuse an output folder that holds anything but an earlier output of the same kind, known by its file `marker`."""
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--out {path} is a file; give a folder that is new or empty")
+    if path.is_dir() and not (path / marker).exists():
+        found = sorted(entry.name for entry in path.iterdir() if ".tmp-" not in entry.name)
+        if found:
+            raise UserError(f"--out {path} holds something else ({found[0]}); give a folder that is new or empty")
+
+
+def _sync_folder(path):
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,113 @@
+"""Hidden-state shards: a folder of safetensors with many samples each, and the manifest that says what they are.
+
+A reader trusts only what the manifest lists. All tensors of a shard share its rows: sample s is rows
+cu_seqlens[s]..cu_seqlens[s+1]. No padding is stored.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from common.cli import UserError
+from common.files import read_json, replace_file, sha256_file
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+def shard_name(block):
+    return f"shard-{block:05d}.safetensors"
+
+
+def write_shard(folder, block, samples):
+    """Write one shard from a list of samples and return its manifest entry, None for no samples.
+
+    A sample is a dict: input_ids int32 [T], loss_mask uint8 [T], aux_hidden_states [T, 3H], last_hidden_state [T, H],
+    target_argmax int32 [T], and the numbers sample_id, turn_id, source_id, heldout.
+    """
+    if not samples:
+        return None
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    tensors = {name: torch.cat([sample[name] for sample in samples])
+               for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_state", "target_argmax")}
+    tensors["cu_seqlens"] = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64)
+    for name, key, dtype in (("sample_ids", "sample_id", torch.int64), ("turn_ids", "turn_id", torch.int64),
+                             ("source_ids", "source_id", torch.int32), ("heldout", "heldout", torch.uint8)):
+        tensors[name] = torch.tensor([sample[key] for sample in samples], dtype=dtype)
+    file = Path(folder) / shard_name(block)
+    replace_file(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    return {
+        "file": file.name, "samples": len(samples), "rows": sum(lengths), "bytes": file.stat().st_size, "sha256": sha256_file(file),
+        "supervised_tokens": int(tensors["loss_mask"].sum()), "heldout_samples": int(tensors["heldout"].sum()),
+    }
+
+
+class Shards:
+    """A finished folder of shards: the manifest, an index of all samples, and their tensors read on demand.
+
+    `index` has one row a sample: columns shard, first row, length, heldout, supervised tokens, source. Order: as stored.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise UserError(f"--shards {folder} is no folder; extract_hidden_states.py makes one")
+        self.manifest = read_manifest(self.folder)
+        if not self.manifest["complete"]:
+            raise UserError(f"{folder} is not finished ({len(self.manifest['shards'])} of {self.manifest['planned']['blocks']} blocks); "
+                            f"give the extraction's command again and it goes on")
+        self.files = []
+        parts = []
+        for number, entry in enumerate(self.manifest["shards"]):
+            file = self._open(entry)
+            self.files.append(file)
+            bounds = file.get_tensor("cu_seqlens").numpy()
+            mask = np.concatenate([[0], np.cumsum(file.get_tensor("loss_mask").numpy(), dtype=np.int64)])
+            parts.append(np.stack([
+                np.full(len(bounds) - 1, number), bounds[:-1], np.diff(bounds), file.get_tensor("heldout").numpy(),
+                mask[bounds[1:]] - mask[bounds[:-1]], file.get_tensor("source_ids").numpy(),
+            ], axis=1).astype(np.int64))
+        self.index = np.concatenate(parts) if parts else np.zeros((0, 6), dtype=np.int64)
+        if not len(self.index):
+            raise UserError(f"{folder} holds no samples")
+
+    def _open(self, entry):
+        path = self.folder / entry["file"]
+        if not path.exists():
+            raise UserError(f"{path} is listed in the manifest and missing; extract again or restore it")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise UserError(f"{path} has {size} bytes, the manifest says {entry['bytes']}; restore it or extract it again")
+        try:
+            return safe_open(path, framework="pt")
+        except Exception as error:  # safetensors raises its own kinds for a broken header
+            raise UserError(f"{path} cannot be read as safetensors ({str(error)[:200]}); extract it again") from None
+
+    @property
+    def heldout(self):
+        """bool [S]: samples set aside at extraction."""
+        return self.index[:, 3].astype(bool)
+
+    def sample(self, number, names=("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_state", "target_argmax")):
+        """dict of the named tensors of sample `number`, each [T, ...] in its stored dtype."""
+        shard, first, length = (int(value) for value in self.index[number, :3])
+        file = self.files[shard]
+        return {name: file.get_slice(name)[first : first + length] for name in names}
+
+    def supervised_ids(self):
+        """For every shard, (ids int32 [n], heldout bool [n]) of its supervised tokens."""
+        for file in self.files:
+            keep = file.get_tensor("loss_mask").numpy().astype(bool)
+            lengths = np.diff(file.get_tensor("cu_seqlens").numpy())
+            heldout = np.repeat(file.get_tensor("heldout").numpy().astype(bool), lengths)
+            yield file.get_tensor("input_ids").numpy()[keep], heldout[keep]
+
+
+def read_manifest(folder):
+    manifest = read_json(Path(folder) / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise UserError(f"{folder}/{MANIFEST} is of format {manifest.get('format')}, this version reads format {FORMAT}")
+    return manifest

@@ -1,0 +1,241 @@
+"""The target, read without loading it: its text config, its embedding and lm_head, its hashes, its layers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from common.cli import UserError
+from common.files import read_json, sha256_file, sha256_json, sha256_tensors
+
+EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "embed_in.weight",
+                   "embeddings.weight")
+OTHER_PARTS = ("vision", "visual", "audio", "image", "mtp", "nextn", "draft", "per_layer", "talker", "codec")
+VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "architectures")
+
+
+@dataclass
+class Target:
+    """What the project knows of a target. `text` is its text config with the library's defaults filled in."""
+
+    folder: Path
+    name: str
+    text: dict
+    raw_text: dict  # as the file states it: hashed, so that the hash does not change with the library
+    model_class: str
+    weights: dict  # tensor name -> file
+    embedding_name: str
+    lm_head_name: str
+    vocab_size: int  # rows of the lm_head, padding rows included
+    hidden_size: int
+    num_layers: int
+    logit_softcap: float | None
+    logit_scale: float
+
+    def tensor(self, name):
+        with safe_open(self.weights[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def embedding(self):
+        """[V, H] in the dtype of the file: the raw table, without any scaling that the model applies."""
+        return self.tensor(self.embedding_name)
+
+    def lm_head(self):
+        """[V, H] in the dtype of the file."""
+        return self.tensor(self.lm_head_name)
+
+    def facts(self):
+        """The JSON block that shards, maps and drafters carry to say which target they were made for."""
+        tensors = [self.lm_head()] if self.lm_head_name == self.embedding_name else [self.lm_head(), self.embedding()]
+        return {
+            "name": self.name,
+            "model_class": self.model_class,
+            "text_config": self.raw_text,
+            "text_config_sha256": sha256_json({key: value for key, value in self.raw_text.items() if key not in VOLATILE}),
+            "tensors_sha256": sha256_tensors(tensors),
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "logit_softcap": self.logit_softcap,
+            "logit_scale": self.logit_scale,
+        }
+
+
+def open_target(name, revision=None, trust_remote_code=False):
+    """Read the target's config and the headers of its safetensors.
+
+    `name` is a folder or a hub id. Raises UserError when it is neither, has no safetensors, no embedding, or no lm_head
+    while its embedding is not tied.
+    """
+    folder = fetch(name, revision)
+    raw = read_json(folder / "config.json")
+    config = load_config(folder, trust_remote_code)
+    text_config = config.get_text_config(decoder=True)
+    text = text_config.to_dict()
+    weights = _weight_files(folder)
+    embedding_name = _find(weights, EMBEDDING_NAMES)
+    if embedding_name is None:
+        raise UserError(f"{folder} holds no token embedding (a tensor named like model.embed_tokens.weight)")
+    lm_head_name = _find(weights, ("lm_head.weight", "embed_out.weight", "output.weight"))
+    tied = bool(text.get("tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False))
+    if lm_head_name is None and not tied:
+        raise UserError(f"{folder} holds no lm_head and its config does not tie it to the embedding "
+                        f"(tie_word_embeddings is false); get the complete weights")
+    if tied:
+        lm_head_name = embedding_name
+    with safe_open(weights[lm_head_name], framework="pt") as file:
+        vocab_size, hidden_size = file.get_slice(lm_head_name).get_shape()
+    architectures = raw.get("architectures") or [type(config).__name__]
+    return Target(
+        folder=folder, name=str(name), text=text, raw_text=_raw_text(raw), model_class=architectures[0], weights=weights,
+        embedding_name=embedding_name, lm_head_name=lm_head_name, vocab_size=vocab_size, hidden_size=hidden_size,
+        num_layers=text["num_hidden_layers"], logit_softcap=text.get("final_logit_softcapping"),
+        logit_scale=_logit_scale(text),
+    )
+
+
+def fetch(name, revision=None):
+    """A local folder for `name`: itself, or the hub's snapshot of it."""
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise UserError(f"{folder} holds no config.json; give the folder of a Hugging Face model")
+        return folder
+    if str(name).count("/") > 1 or str(name).startswith((".", "/", "~")):
+        raise UserError(f"{name} does not exist; give the folder of a Hugging Face model or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model",
+                                                                                  "*.txt", "*.py", "*.tiktoken"]))
+    except Exception as error:  # the hub library raises many kinds; each of them means that the name could not be had
+        raise UserError(f"{name} is no folder here and could not be had from the hub ({type(error).__name__}: "
+                        f"{str(error).splitlines()[0][:200]})") from None
+
+
+def load_config(folder, trust_remote_code=False):
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        hint = "" if trust_remote_code else "; --trust-remote-code allows code that comes with the model"
+        raise UserError(f"{folder}: transformers cannot read its config ({str(error).splitlines()[0][:300]}){hint}") from None
+
+
+def load_tokenizer(folder, trust_remote_code=False):
+    """The target's tokenizer. Raises UserError when the folder has none."""
+    from transformers import AutoTokenizer
+
+    if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
+                                                           "tiktoken.model")):
+        raise UserError(f"{folder} holds no tokenizer (tokenizer.json or tokenizer.model); put the target's tokenizer files there")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise UserError(f"{folder}: its tokenizer cannot be loaded ({str(error).splitlines()[0][:300]})") from None
+
+
+def tokenizer_sha256(folder):
+    """Hash of the tokenizer's own files, whichever of them there are."""
+    names = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "added_tokens.json")
+    return sha256_json({name: sha256_file(Path(folder) / name) for name in names if (Path(folder) / name).exists()})
+
+
+def default_layers(num_layers):
+    """The HF hidden_states indices that SGLang, vLLM and llama.cpp capture by default: [2, n//2, n-3].
+
+    Raises UserError when they are not distinct (n < 7).
+    """
+    if num_layers < 7:
+        raise UserError(f"the target has {num_layers} layers, and the default of the engines, [2, n//2, n-3], needs at least 7: "
+                        f"name three with --layers, e.g. --layers {example_layers(num_layers)}")
+    return [2, num_layers // 2, num_layers - 3]
+
+
+def example_layers(num_layers):
+    return ",".join(str(layer) for layer in sorted({1, max(num_layers // 2, 1), num_layers - 1}))
+
+
+def parse_layers(text, num_layers):
+    """`auto` or three HF hidden_states indices like `2,15,27`: distinct, ascending, in 1..n-1."""
+    if text == "auto":
+        return default_layers(num_layers)
+    try:
+        layers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--layers {text} is neither auto nor three numbers like 2,15,27") from None
+    if len(layers) != 3 or layers != sorted(set(layers)) or layers[0] < 1 or layers[-1] > num_layers - 1:
+        raise UserError(f"--layers {text}: exactly three different ascending numbers in 1..{num_layers - 1} are wanted "
+                        f"(0 is the embedding, i the output of decoder layer i-1)")
+    return layers
+
+
+def process_logits(logits, softcap, scale):
+    """What the target does to its lm_head's output: scale (Cohere, Granite), then soft cap (Gemma 2)."""
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits
+
+
+def check_same_target(made_for, target_facts, what, force=False):
+    """Refuse `what` (say, "these shards") when its target block differs from this target's. Returns a warning if forced."""
+    for key, name in (("tensors_sha256", "lm_head and embedding"), ("text_config_sha256", "text config"), ("vocab_size", "vocabulary"),
+                      ("hidden_size", "hidden size")):
+        ours, theirs = target_facts[key], made_for.get(key)
+        if ours != theirs:
+            short = [value[:12] if isinstance(value, str) else value for value in (theirs, ours)]
+            message = (f"{what} made for another target: {name} {short[0]} of {made_for.get('name')} there, {short[1]} of "
+                       f"{target_facts['name']} here")
+            if not force:
+                raise UserError(f"{message}; use the target they were made for (--force goes on all the same)")
+            return message
+    return None
+
+
+def _raw_text(raw):
+    for key in ("text_config", "llm_config", "language_config"):
+        if isinstance(raw.get(key), dict):
+            return raw[key]
+    return raw
+
+
+def _logit_scale(text):
+    if text.get("logit_scale") is not None:  # Cohere multiplies
+        return float(text["logit_scale"])
+    if text.get("logits_scaling") is not None:  # Granite divides
+        return 1.0 / float(text["logits_scaling"])
+    return float(text.get("lm_head_multiplier") or 1.0)  # Falcon-H1
+
+
+def _weight_files(folder):
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = read_json(index)["weight_map"]
+        missing = sorted({file for file in names.values() if not (folder / file).exists()})
+        if missing:
+            raise UserError(f"{folder}: its index names {missing[0]}, which is not there; get the complete weights")
+        return {name: folder / file for name, file in names.items()}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} holds no .safetensors weights; other formats are not read")
+    names = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                names.update({name: file for name in handle.keys()})  # noqa: SIM118
+        except Exception as error:  # safetensors raises its own kinds for a broken header
+            raise UserError(f"{file} cannot be read as safetensors ({str(error)[:200]})") from None
+    return names
+
+
+def _find(weights, endings):
+    for ending in endings:
+        found = [name for name in weights if (name == ending or name.endswith("." + ending))
+                 and not any(part in name.lower() for part in OTHER_PARTS)]
+        if found:
+            return min(found, key=len)
+    return None

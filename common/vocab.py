@@ -1,0 +1,100 @@
+"""The draft vocabulary: which target ids the drafter's rows mean. Contract of t2d, d2t and vocab_map.json."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.cli import UserError
+from common.files import read_json, replace_folder, sha256_tensors, write_json
+
+MAP_FILE = "vocab_map.json"
+
+
+def choose_rows(counts, size, forced):
+    """The ids of a draft vocabulary: `forced` ones, then by count, ties and uncounted ids by the lower id.
+
+    counts: int64 [V] occurrences of each id. size: D. forced: ids that must be in. Returns int64 [D], ascending.
+    Raises UserError when D is not in 1..V or cannot hold the forced ids.
+    """
+    vocab_size = len(counts)
+    check_size(size, vocab_size)
+    forced = np.array(sorted(set(forced)), dtype=np.int64)
+    if len(forced) > size:
+        raise UserError(f"--draft-vocab {size} cannot hold the {len(forced)} ids that must be in it (end of sequence and chat tokens)")
+    order = np.argsort(-counts.astype(np.int64), kind="stable")  # stable: the lower id first among equal counts
+    order = order[~np.isin(order, forced)]
+    return np.sort(np.concatenate([forced, order[: size - len(forced)]]))
+
+
+def check_size(size, vocab_size):
+    if not 1 <= size <= vocab_size:
+        raise UserError(f"--draft-vocab {size} is not in 1..{vocab_size} (the target's lm_head has {vocab_size} rows)")
+
+
+def rows_to_d2t(rows):
+    """int64 [D] OFFSETS from ascending target ids: target id = i + d2t[i]."""
+    return rows - np.arange(len(rows), dtype=np.int64)
+
+
+def coverage(counts, rows):
+    """Share of the counted occurrences whose id is in `rows`; None when nothing was counted."""
+    total = int(counts.sum())
+    return float(counts[rows].sum() / total) if total else None
+
+
+def save_map(folder, rows, vocab_size, facts):
+    """Write t2d and d2t, as .npy and .pt, and vocab_map.json with `facts`, as one new folder."""
+    t2d = np.zeros(vocab_size, dtype=bool)
+    t2d[rows] = True
+    d2t = rows_to_d2t(rows)
+
+    def fill(temporary):
+        np.save(temporary / "t2d.npy", t2d)
+        np.save(temporary / "d2t.npy", d2t)
+        torch.save(torch.from_numpy(t2d), temporary / "t2d.pt")
+        torch.save(torch.from_numpy(d2t), temporary / "d2t.pt")
+        write_json(temporary / MAP_FILE, {"vocab_size": vocab_size, "draft_vocab": len(rows), "map_sha256": map_sha256(d2t), **facts})
+
+    replace_folder(folder, fill)
+
+
+def map_sha256(d2t):
+    """Hash of a map's offsets, int64 [D], whatever file they came from."""
+    return sha256_tensors([torch.as_tensor(d2t, dtype=torch.int64)])
+
+
+def load_map(folder):
+    """(rows int64 [D] ascending target ids, facts of vocab_map.json), checked.
+
+    Raises UserError when a file is missing, t2d and d2t disagree, or d2t holds absolute ids instead of offsets.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"--vocab-map {folder} is no folder; build_vocab_map.py makes one")
+    facts = read_json(folder / MAP_FILE)
+    arrays = {}
+    for name in ("t2d", "d2t"):
+        try:
+            arrays[name] = np.load(folder / f"{name}.npy", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder / name}.npy cannot be read ({error}); make the map again with build_vocab_map.py") from None
+    rows = check_map(arrays["d2t"], arrays["t2d"], folder)
+    if facts.get("map_sha256") != map_sha256(arrays["d2t"]):
+        raise UserError(f"{folder}: d2t.npy is not the one that {MAP_FILE} describes (its hash differs); make the map again")
+    return rows, facts
+
+
+def check_map(d2t, t2d, where):
+    """Target ids int64 [D] of a map after checking that offsets ascend strictly and equal nonzero(t2d)."""
+    d2t, t2d = np.asarray(d2t), np.asarray(t2d)
+    if d2t.ndim != 1 or t2d.ndim != 1 or d2t.dtype.kind not in "iu" or len(d2t) == 0:
+        raise UserError(f"{where}: d2t must be a list of integers and t2d one of booleans, found {d2t.dtype} {d2t.shape} and "
+                        f"{t2d.dtype} {t2d.shape}")
+    ids = np.flatnonzero(t2d)
+    rows = d2t.astype(np.int64) + np.arange(len(d2t))
+    if np.array_equal(rows, ids):
+        return rows
+    if np.array_equal(d2t, ids):
+        raise UserError(f"{where}: d2t holds absolute target ids, offsets are wanted (target id = i + d2t[i])")
+    raise UserError(f"{where}: t2d names {len(ids)} ids and d2t {len(rows)}, and they are not the same ascending ids; the map is broken")

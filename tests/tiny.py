@@ -1,0 +1,97 @@
+"""Tiny random targets with a tokenizer and a chat template, made on the spot."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = ["How many apples does Ann have if she buys 3 and eats 1? She has 3 - 1 = 2 apples.", "user assistant system\n",
+        "The quick brown fox jumps over the lazy dog, 0123456789 times; then it sleeps."] * 3
+
+KINDS = ("llama", "llama_tied", "qwen3", "gemma2", "gemma3", "mixtral", "llava", "llava_tied")
+
+
+def save_tokenizer(folder, chat_template=CHAT_TEMPLATE):
+    """A byte-level BPE of 320 tokens; returns it, loaded by transformers."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(TEXT, trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = chat_template
+    fast.save_pretrained(folder)
+    return fast
+
+
+def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_template=CHAT_TEMPLATE, sharp=True):
+    """Save a random model of `kind` with a tokenizer into `folder` and return the folder.
+
+    vocab_size is larger than the tokenizer, as padded lm_heads are. `sharp` scales the lm_head so that the greedy choice
+    has a clear margin.
+    """
+    torch.manual_seed(seed)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = dict(vocab_size=vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=0)
+    tied = kind.endswith("_tied")
+    if kind in ("llama", "llama_tied"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=tied))
+    elif kind == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=32, tie_word_embeddings=False))
+    elif kind == "gemma2":
+        model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape, head_dim=16, final_logit_softcapping=5.0))
+    elif kind == "gemma3":
+        model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape, head_dim=16, sliding_window=8))
+    elif kind == "mixtral":
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape, num_local_experts=4))
+    elif kind in ("llava", "llava_tied"):
+        text = transformers.LlamaConfig(**shape, tie_word_embeddings=tied)
+        vision = transformers.CLIPVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                               image_size=8, patch_size=4)
+        config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=vocab_size - 1,
+                                          tie_word_embeddings=tied)
+        model = transformers.LlavaForConditionalGeneration(config)
+    else:
+        raise ValueError(kind)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.6 / parameter.shape[1] ** 0.5)
+            elif "norm" in name and "gemma" in kind:
+                parameter.normal_(0, 0.1)
+        if sharp:
+            model.get_output_embeddings().weight.mul_(10.0)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, chat_template)
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [2], "pad_token_id": 0}))
+    return folder
+
+
+def write_rows(path, rows):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def conversations(count=24, seed=0):
+    """Rows of short chats with answers."""
+    import random
+
+    random.seed(seed)
+    names, things = ["Ann", "Bob", "Cem", "Dan"], ["apples", "dogs", "times", "eggs"]
+    rows = []
+    for _ in range(count):
+        a, b = random.randint(2, 9), random.randint(1, 9)
+        rows.append({"messages": [
+            {"role": "user", "content": f"How many {random.choice(things)} does {random.choice(names)} have with {a} and {b}?"},
+            {"role": "assistant", "content": f"{a} + {b} = {a + b}. So it is {a + b}."},
+        ]})
+    return rows
