@@ -25,6 +25,13 @@ from common.vocab import check_map
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
+class RMSNorm(nn.RMSNorm):
+    """Computed in float32 and rounded once, as the engines do, whatever the dtypes of input and weight."""
+
+    def forward(self, x):
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
+
+
 class Drafter(nn.Module):
     """Parameters carry the exported names. `config` is the exported config.json as a dict."""
 
@@ -40,9 +47,9 @@ class Drafter(nn.Module):
 
         self.fc = linear(hidden, 3 * config["target_hidden_size"])
         self.midlayer = nn.ModuleDict({
-            "input_layernorm": nn.RMSNorm(hidden, eps=eps),
-            "hidden_norm": nn.RMSNorm(hidden, eps=eps),
-            "post_attention_layernorm": nn.RMSNorm(hidden, eps=eps),
+            "input_layernorm": RMSNorm(hidden, eps=eps),
+            "hidden_norm": RMSNorm(hidden, eps=eps),
+            "post_attention_layernorm": RMSNorm(hidden, eps=eps),
             "self_attn": nn.ModuleDict({
                 "q_proj": linear(self.heads * self.head_dim, 2 * hidden),
                 "k_proj": linear(self.kv_heads * self.head_dim, 2 * hidden),
@@ -53,7 +60,7 @@ class Drafter(nn.Module):
                 "gate_proj": linear(inner, hidden), "up_proj": linear(inner, hidden), "down_proj": linear(hidden, inner),
             }),
         })
-        self.norm = nn.RMSNorm(hidden, eps=eps)
+        self.norm = RMSNorm(hidden, eps=eps)
         self.lm_head = linear(config["draft_vocab_size"], hidden)
         inverse_frequencies, self.rope_factor = rotary_settings(config)
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)

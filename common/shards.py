@@ -48,7 +48,8 @@ def write_shard(folder, block, samples):
 class Shards:
     """A finished folder of shards: the manifest, an index of all samples, and their tensors read on demand.
 
-    `index` has one row a sample: columns shard, first row, length, heldout, supervised tokens, source. Order: as stored.
+    `index` has one row a sample, in the order stored: shard, first row, length, heldout, source, and labels, the number of
+    supervised tokens that a drafter can predict (the first two of a sample it never does).
     """
 
     def __init__(self, folder):
@@ -68,7 +69,7 @@ class Shards:
             mask = np.concatenate([[0], np.cumsum(file.get_tensor("loss_mask").numpy(), dtype=np.int64)])
             parts.append(np.stack([
                 np.full(len(bounds) - 1, number), bounds[:-1], np.diff(bounds), file.get_tensor("heldout").numpy(),
-                mask[bounds[1:]] - mask[bounds[:-1]], file.get_tensor("source_ids").numpy(),
+                file.get_tensor("source_ids").numpy(), mask[bounds[1:]] - mask[np.minimum(bounds[:-1] + 2, bounds[1:])],
             ], axis=1).astype(np.int64))
         self.index = np.concatenate(parts) if parts else np.zeros((0, 6), dtype=np.int64)
         if not len(self.index):

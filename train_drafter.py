@@ -1,0 +1,456 @@
+"""Train an EAGLE-3 drafter on hidden-state shards.
+
+    accelerate launch train_drafter.py --shards SHARDS --target TARGET --draft-vocab 32000 --vocab-map MAP --out DRAFTER
+
+OUT is the best drafter so far, as SGLang and vLLM load it (config.json, model.safetensors), beside metrics.jsonl and
+checkpoints/step-NNNNNN, each of them a drafter too, with the training state in its folder state/.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+
+from common.cli import Progress, UserError, finite, positive_int, run, say
+from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
+from common.files import check_output_folder, read_json, replace_file, replace_folder, write_json
+from common.shards import Shards
+from common.target import check_same_target, open_target
+from common.training import Teacher, TrainStep, accept_figures, draft_hits, make_batch, simulate
+from common.vocab import check_size, coverage, load_map, map_sha256, rows_to_d2t
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shards", required=True, help="folder of extract_hidden_states.py")
+    add("--target", required=True, help="folder or hub id of the target; its config, embedding and lm_head are read, it is never loaded")
+    add("--out", required=True, help="folder for the drafter; new, empty, or with --resume an earlier run's")
+    add("--draft-vocab", required=True, metavar="N|full", help="rows of the drafter's lm_head: a size such as 32000, which needs "
+        "--vocab-map, or full. No default: fewer rows are faster at every drafting step, missing rows cost accepted drafts")
+    add("--vocab-map", help="folder of build_vocab_map.py for a reduced vocabulary; none is ever picked up by itself")
+    add("--init", choices=["scratch", "checkpoint"], default="scratch", help="default scratch: lm_head rows start as the target's rows, "
+        "the rest random. checkpoint: go on from --checkpoint, with its own vocabulary")
+    add("--checkpoint", help="drafter folder for --init checkpoint")
+    add("--ttt-steps", type=positive_int, default=7, help="depth of training-time test; default 7, as in EAGLE-3. 3 costs less than half "
+        "and is enough when serving drafts 3 tokens")
+    add("--epochs", type=positive_int, default=2, help="default 2")
+    add("--max-steps", type=positive_int, help="stop after so many optimizer steps; default: all epochs")
+    add("--lr", type=float, default=4e-4, help="peak learning rate; default 4e-4")
+    add("--warmup", type=float, default=0.03, help="share of the steps with a rising rate, then cosine to zero; default 0.03")
+    add("--weight-decay", type=float, default=0.0, help="default 0, as the runs are short")
+    add("--max-grad-norm", type=float, default=0.5, help="gradients are scaled down to this norm; default 0.5, as in EAGLE")
+    add("--depth-decay", type=float, default=0.8, help="weight of depth k in the loss is this to the power k; default 0.8")
+    add("--batch-tokens", type=positive_int, default=8192, help="tokens per optimizer step over all processes and accumulation steps; "
+        "default 8192. Small data wants many small steps (512 for a few hundred conversations)")
+    add("--gradient-accumulation-steps", type=positive_int, default=1, help="default 1; more saves memory and changes nothing else")
+    add("--loss", choices=["kl"], default="kl", help="default kl: cross entropy against the target's distribution over the draft rows")
+    add("--freeze-lm-head", action="store_true", help="keep the lm_head as it starts: a quarter less work, less acceptance")
+    add("--mixed-precision", choices=["no", "bf16"], help="default: what accelerate's configuration says, else no. bf16 computes in "
+        "bfloat16; weights and moments stay float32")
+    add("--eval-shards", help="measure on all samples of this folder; default: the samples of --shards that were set aside")
+    add("--eval-every", type=positive_int, help="steps between measurements of the held-out accept length; default: 10 in a run")
+    add("--eval-samples", type=positive_int, default=256, help="at most so many held-out samples; default 256")
+    add("--eval-steps", type=positive_int, default=3, help="drafts per verification in the simulated accept length; default 3")
+    add("--save-every", type=positive_int, help="steps between checkpoints to resume from; default: as --eval-every")
+    add("--keep", type=positive_int, default=2, help="how many of this run's last checkpoints stay; default 2")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out, if there is one")
+    add("--seed", type=int, default=0, help="order of the samples and first weights; default 0")
+    add("--log-with", choices=["tensorboard", "wandb", "trackio", "all"], help="also log to this tracker; metrics.jsonl is always written")
+    add("--dry-run", action="store_true", help="print what would be trained and what it costs, and stop")
+    add("--revision", help="hub revision of --target")
+    add("--trust-remote-code", action="store_true", help="allow code that comes with the target's config; default off")
+    add("--force", action="store_true", help="go on although hashes say that shards, map or checkpoint were made for another target")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    if args.init == "checkpoint" and not args.checkpoint:
+        raise UserError("--init checkpoint needs --checkpoint, the folder of the drafter to start from")
+    if args.init == "scratch" and args.checkpoint:
+        raise UserError("--checkpoint goes with --init checkpoint; with --init scratch nothing is read from it")
+    out = Path(args.out)
+    check_output_folder(out, "run.json")
+    shards = Shards(args.shards)
+    evaluation = Shards(args.eval_shards) if args.eval_shards else shards
+    target = open_target(args.target, args.revision, args.trust_remote_code)
+    facts = target.facts()
+    warnings = [check_same_target(part.manifest["target"], facts, "these shards were", args.force) for part in {shards, evaluation}]
+    if evaluation.manifest["layers"] != shards.manifest["layers"]:
+        raise UserError(f"--eval-shards holds layers {evaluation.manifest['layers']}, --shards {shards.manifest['layers']}; extract alike")
+    layers = shards.manifest["layers"]
+
+    draft_vocab = decide_vocabulary(args.draft_vocab, target.vocab_size)
+    map_rows = map_facts = None
+    if args.init == "checkpoint":
+        drafter, map_rows = start_from_checkpoint(args, draft_vocab, target, layers, warnings, facts)
+    else:
+        map_rows, map_facts = scratch_map(args, draft_vocab, facts, shards, warnings)
+        torch.manual_seed(args.seed)
+        drafter = Drafter(drafter_config(target, draft_vocab, layers))
+        start_from_scratch(drafter, target, map_rows)
+    if args.freeze_lm_head:
+        drafter.lm_head.weight.requires_grad_(False)
+    trainable = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+
+    train_samples = np.flatnonzero(~shards.heldout) if not args.eval_shards else np.arange(len(shards.index))
+    eval_samples = (np.arange(len(evaluation.index)) if args.eval_shards else np.flatnonzero(shards.heldout))[: args.eval_samples]
+    if not shards.index[train_samples, 5].sum():
+        raise UserError(f"{args.shards} holds no supervised token outside of its held-out samples; there is nothing to learn from")
+    plan = plan_steps(shards.index, train_samples, args)
+    every = args.eval_every or max(1, len(plan) // 10)
+    save_every = args.save_every or every
+
+    for warning in filter(None, warnings):
+        say(f"warning: {warning}")
+    counts = supervised_counts(shards, target.vocab_size)
+    covered = 1.0 if map_rows is None else coverage(counts, map_rows.numpy())
+    layer_parameters = sum(p.numel() for name, p in drafter.named_parameters() if name != "lm_head.weight")
+    head_parameters = draft_vocab * target.hidden_size
+    say(f"draft vocabulary: {draft_vocab} of {target.vocab_size} rows{' (full, no map)' if map_rows is None else ''}, lm_head "
+        f"{head_parameters / 1e6:.1f} M parameters beside {layer_parameters / 1e6:.1f} M in the layer; it covers {covered:.2%} of the "
+        f"supervised tokens that are trained on")
+    say(f"training {trainable / 1e6:.1f} M parameters (the embedding is the target's, frozen) for {len(plan)} steps of about "
+        f"{args.batch_tokens} tokens, depth {args.ttt_steps}, {len(train_samples)} samples, {len(eval_samples)} held out")
+    if args.dry_run:
+        state = trainable * 4 * 4 + (target.vocab_size + draft_vocab) * target.hidden_size * 4
+        return {"steps": len(plan), "epochs": args.epochs, "tokens": int(sum(shards.index[part, 2].sum() for _, part in plan)),
+                "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "memory_bytes": state, "dry_run": True,
+                "out": str(out)}
+
+    accelerator = Accelerator(mixed_precision=args.mixed_precision, log_with=args.log_with, project_dir=str(out))
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise UserError(f"mixed precision {accelerator.mixed_precision} is not supported: float16 gradients overflow here; take bf16 or no")
+    settings = {
+        **{key: value for key, value in vars(args).items() if key not in ("out", "resume", "dry_run", "log_with", "keep", "save_every",
+                                                                           "target", "shards", "eval_shards", "vocab_map", "checkpoint")},
+        "eval_every": every, "mixed_precision": accelerator.mixed_precision, "data_sha256": shards.manifest["data_sha256"],
+        "target_sha256": facts["tensors_sha256"], "map_sha256": None if map_rows is None else map_sha256(rows_to_d2t(map_rows.numpy())),
+    }
+    if accelerator.is_main_process:
+        open_run(out, settings, args.resume)
+    accelerator.wait_for_everyone()
+    if args.log_with:
+        accelerator.init_trackers("eagle3", config=finite({key: value for key, value in settings.items() if value is not None}))
+
+    device = accelerator.device
+    compute = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    embedding = target.embedding().to(device)
+    teacher = Teacher(target.lm_head(), map_rows, target.logit_softcap, target.logit_scale, device, compute)
+    if map_rows is not None:
+        map_rows = map_rows.to(device)
+    drafter.to(device)
+    model = accelerator.prepare(TrainStep(drafter, embedding, teacher, args.ttt_steps, args.depth_decay))
+    parameters = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    matrices = [parameter for parameter in parameters.values() if parameter.dim() == 2]
+    vectors = [parameter for parameter in parameters.values() if parameter.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+                                  lr=args.lr, betas=(0.9, 0.95), fused=True)
+
+    training_block = {
+        "target": facts, "layers": layers, "draft_vocab": draft_vocab, "map_sha256": settings["map_sha256"], "coverage": covered,
+        "coverage_heldout": (map_facts or {}).get("coverage_heldout"), "init": args.init, "data_sha256": shards.manifest["data_sha256"],
+        "tokenizer_sha256": shards.manifest["tokenizer_sha256"], "chat_template_sha256": shards.manifest["chat_template_sha256"],
+        "template_kwargs": shards.manifest["template_kwargs"], "warnings": [warning for warning in warnings if warning],
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "safetensors", "numpy")},
+        "command": " ".join(sys.argv),
+    }
+    progress = {"step": 0, "tokens": 0, "seconds": 0.0, "loss": None, "last": None, "best": None}
+    if args.resume:
+        progress = load_checkpoint(out, drafter, optimizer, parameters, progress)
+
+    def measure():
+        """Simulated accept length on the held-out samples, the same for any number of processes."""
+        reached, accepted = torch.zeros(2, args.eval_steps, dtype=torch.long, device=device)
+        mine = eval_samples[accelerator.process_index :: accelerator.num_processes]
+        with accelerator.autocast():
+            for number in mine:
+                batch = make_batch([evaluation.sample(int(number))], device)
+                rows, hits = draft_hits(drafter, embedding, batch, map_rows, args.eval_steps)
+                counts = simulate(batch["loss_mask"], batch["bounds"], rows, hits)
+                reached += torch.tensor(counts[0], device=device)
+                accepted += torch.tensor(counts[1], device=device)
+        reached, accepted = accelerator.reduce(torch.stack([reached, accepted])).tolist()
+        length, acceptance = accept_figures(reached, accepted)
+        return {"step": progress["step"], "accept_length": length, "acceptance": acceptance}
+
+    def export(folder):
+        config = {**drafter.config, "training": finite({**training_block, "steps": progress["step"], "loss": progress["loss"],
+                                                        "accept_length": progress["last"] and progress["last"]["accept_length"],
+                                                        "acceptance": progress["last"] and progress["last"]["acceptance"]})}
+        save_drafter(folder, drafter.state_dict(), config, map_rows)
+
+    def log(record):
+        if accelerator.is_main_process:
+            with open(out / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(finite(record)) + "\n")
+        accelerator.log({key: value for key, value in record.items() if isinstance(value, (int, float))}, step=record["step"])
+
+    def load_step(number):
+        """This process's micro-batches of a step; at least one, so that every process takes part in the gradient's sum."""
+        _, chosen = plan[number]
+        parts = share_out(chosen, shards.index[chosen, 2], accelerator.num_processes * args.gradient_accumulation_steps)
+        mine = [part for part in parts[accelerator.process_index :: accelerator.num_processes] if part]
+        batches = [make_batch([shards.sample(sample) for sample in part], device) for part in mine or parts[:1]]
+        if not mine:  # nothing of its own: it takes another's samples and learns nothing from them
+            batches[0]["loss_mask"].zero_()
+        return batches
+
+    bar = Progress(len(plan), "steps", "train")
+    bar.update(progress["step"])
+    loader = ThreadPoolExecutor(1)
+    start, waited, spent_before = time.monotonic(), 0.0, progress["seconds"]
+    paused = 0.0
+    upcoming = loader.submit(load_step, progress["step"]) if progress["step"] < len(plan) else None
+    while progress["step"] < len(plan):
+        step = progress["step"]
+        moment = time.monotonic()
+        batches = upcoming.result()
+        waited += time.monotonic() - moment
+        if step + 1 < len(plan):
+            upcoming = loader.submit(load_step, step + 1)
+        epoch, chosen = plan[step]
+        labels = max(int(shards.index[chosen, 5].sum()), 1)
+        rate = args.lr * schedule(step, len(plan), args.warmup)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        figures = torch.zeros(1 + 2 * args.ttt_steps, device=device)  # loss, cross entropy sums, rows
+        for number, batch in enumerate(batches):
+            last_one = number == len(batches) - 1
+            with nullcontext() if last_one else accelerator.no_sync(model):
+                loss, sums, rows = model(batch, accelerator.num_processes / labels)  # DDP averages: undone here
+                accelerator.backward(loss)
+            figures += torch.cat([loss.detach()[None] / accelerator.num_processes, sums.detach(), rows.to(device)])
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), args.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise RuntimeError(f"the gradient of step {step + 1} is not finite (norm {norm}); the last whole checkpoint is untouched")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        figures = accelerator.reduce(figures).tolist()
+        tokens = int(shards.index[chosen, 2].sum())
+        progress["step"], progress["tokens"], progress["loss"] = step + 1, progress["tokens"] + tokens, figures[0]
+        progress["seconds"] = spent_before + time.monotonic() - start - paused
+        depth_losses = [s / max(r, 1) for s, r in zip(figures[1 : 1 + args.ttt_steps], figures[1 + args.ttt_steps :], strict=True)]
+        log({"step": step + 1, "epoch": epoch, "loss": figures[0], "depth_losses": depth_losses, "lr": rate, "grad_norm": norm.item(),
+             "tokens": tokens, "tokens_per_second": progress["tokens"] / progress["seconds"], "waiting": waited / progress["seconds"]})
+        best = progress["best"] and progress["best"]["accept_length"]
+        bar.update(1, f"loss {figures[0]:.3f}, {progress['tokens'] / progress['seconds']:.0f} tokens/s"
+                      f"{f', accept length {best:.3f}' if best else ''}")
+
+        moment = time.monotonic()
+        final = step + 1 == len(plan)
+        if final or (step + 1) % every == 0:
+            progress["last"] = measure()
+            log({**progress["last"], "heldout": True})
+            length = progress["last"]["accept_length"]
+            say(f"step {step + 1}: loss {figures[0]:.3f}, held-out accept length {'not measured' if length is None else f'{length:.3f}'}")
+            if length is None or best is None or length > best:
+                progress["best"] = progress["last"]
+                if accelerator.is_main_process:
+                    export(out)
+        if accelerator.is_main_process and (final or (step + 1) % save_every == 0):
+            save_checkpoint(out, export, drafter, optimizer, parameters, finite(progress), args.keep)
+        paused += time.monotonic() - moment
+    bar.close()
+    loader.shutdown()
+    accelerator.wait_for_everyone()
+    if args.log_with:
+        accelerator.end_training()
+    best = progress["best"]
+    say(f"best: accept length {best['accept_length']} at step {best['step']}; the drafter is {out}")
+    return {
+        "steps": progress["step"], "epochs": args.epochs, "tokens": progress["tokens"], "loss": progress["loss"],
+        "accept_length": best["accept_length"], "acceptance": best["acceptance"], "best_step": best["step"],
+        "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "coverage": covered,
+        "tokens_per_second": progress["tokens"] / max(progress["seconds"], 1e-9), "seconds": progress["seconds"], "out": str(out),
+    }
+
+
+def decide_vocabulary(text, vocab_size):
+    """Rows of the draft vocabulary from `--draft-vocab`; all of them is the full one, whichever way it is written."""
+    if text == "full":
+        return vocab_size
+    try:
+        size = int(text)
+    except ValueError:
+        raise UserError(f"--draft-vocab {text} is neither full nor a number in 1..{vocab_size}") from None
+    check_size(size, vocab_size)
+    return size
+
+
+def scratch_map(args, draft_vocab, facts, shards, warnings):
+    """(target ids int64 [D], the map's facts), or (None, None) for the full vocabulary."""
+    if draft_vocab == facts["vocab_size"]:
+        if args.vocab_map:
+            raise UserError(f"--draft-vocab {args.draft_vocab} is the full vocabulary and takes no --vocab-map; leave one of them out")
+        return None, None
+    if not args.vocab_map:
+        raise UserError(f"--draft-vocab {draft_vocab} needs --vocab-map, the folder that build_vocab_map.py made for these shards "
+                        f"(or --draft-vocab full, which needs none)")
+    rows, map_facts = load_map(args.vocab_map)
+    if len(rows) != draft_vocab:
+        raise UserError(f"--vocab-map {args.vocab_map} has {len(rows)} rows, --draft-vocab says {draft_vocab}; name the map of that size")
+    warnings.append(check_same_target(map_facts.get("target", {}), facts, f"the map {args.vocab_map} was", args.force))
+    if map_facts.get("tokenizer_sha256") != shards.manifest["tokenizer_sha256"]:
+        message = (f"the map {args.vocab_map} was made for tokenizer {str(map_facts.get('tokenizer_sha256'))[:12]}, these shards for "
+                   f"{shards.manifest['tokenizer_sha256'][:12]}")
+        if not args.force:
+            raise UserError(f"{message}; make the map from these shards (--force goes on all the same)")
+        warnings.append(message)
+    return torch.from_numpy(rows), map_facts
+
+
+def start_from_checkpoint(args, draft_vocab, target, layers, warnings, facts):
+    """(drafter in float32, its own map's target ids or None) for --init checkpoint."""
+    drafter, rows = load_drafter(args.checkpoint)
+    config, wanted = drafter.config, drafter_config(target, draft_vocab, layers)
+    for key in ("draft_vocab_size", "vocab_size", "hidden_size", "target_hidden_size", "rope_parameters"):
+        if config[key] != wanted[key]:
+            raise UserError(f"{args.checkpoint} has {key} {config[key]}, this run wants {wanted[key]}; "
+                            f"{'say --draft-vocab as the checkpoint has it' if key == 'draft_vocab_size' else 'it is no drafter for this'}")
+    trained = config.get("training") or {}
+    warnings.append(check_same_target(trained.get("target", facts), facts, f"the checkpoint {args.checkpoint} was", args.force))
+    if trained.get("layers", layers) != layers:
+        raise UserError(f"{args.checkpoint} was trained on layers {trained['layers']}, these shards hold {layers}; extract those layers")
+    if args.vocab_map:
+        if rows is None:
+            raise UserError(f"{args.checkpoint} has the full vocabulary and takes no --vocab-map; leave it out")
+        named, _ = load_map(args.vocab_map)
+        if not np.array_equal(named, rows.numpy()):
+            raise UserError(f"--vocab-map {args.vocab_map} is not the map of {args.checkpoint}, whose lm_head rows would mean other "
+                            f"tokens; leave it out to use the checkpoint's own")
+    drafter.config = {**wanted, "torch_dtype": config.get("torch_dtype", "bfloat16")}
+    return drafter.train(), rows
+
+
+def start_from_scratch(drafter, target, map_rows):
+    """lm_head rows start as the target's rows, matrices small and random, norms at one."""
+    spread = target.text.get("initializer_range") or 0.02
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, spread)
+        head = target.lm_head()
+        drafter.lm_head.weight.copy_(head if map_rows is None else head[map_rows])
+
+
+def supervised_counts(shards, vocab_size):
+    """int64 [V]: how often each id is supervised outside of the held-out samples."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for ids, heldout in shards.supervised_ids():
+        counts += np.bincount(ids[~heldout], minlength=vocab_size)
+    return counts
+
+
+def plan_steps(index, samples, args):
+    """The samples of every optimizer step: a list of (epoch, int64 [n]). It depends on the seed and the data alone."""
+    plan = []
+    for epoch in range(args.epochs):
+        order = np.random.default_rng([args.seed, epoch]).permutation(samples)
+        first = tokens = 0
+        for number, length in enumerate(index[order, 2].tolist()):
+            if tokens and tokens + length > args.batch_tokens:
+                plan.append((epoch, order[first:number]))
+                first, tokens = number, 0
+            tokens += length
+        plan.append((epoch, order[first:]))
+    return plan[: args.max_steps]
+
+
+def share_out(samples, lengths, parts):
+    """Split samples into `parts` lists of about equal tokens; the same split wherever it is computed."""
+    shares, loads = [[] for _ in range(parts)], [0] * parts
+    for number in np.argsort(-lengths, kind="stable"):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(int(samples[number]))
+        loads[lightest] += int(lengths[number])
+    return shares
+
+
+def schedule(step, steps, warmup):
+    """Share of the peak learning rate at 0-based `step`: linear warm-up, then cosine to zero."""
+    rising = max(1, round(steps * warmup))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+def open_run(out, settings, resume):
+    """Make the run's folder, or refuse one that holds another run."""
+    out.mkdir(parents=True, exist_ok=True)
+    record = finite(settings)
+    if not (out / "run.json").exists():
+        write_json(out / "run.json", record)
+        return
+    if not resume:
+        raise UserError(f"--out {out} holds an earlier run; add --resume to go on with it, or give another folder")
+    before = read_json(out / "run.json")
+    for key in record:
+        if before.get(key) != record[key]:
+            raise UserError(f"--resume: {key} is {record[key]} now and was {before.get(key)} when the run in {out} began; give the same "
+                            f"arguments, or another --out")
+
+
+def checkpoints(out):
+    return sorted((out / "checkpoints").glob("step-[0-9]*"))
+
+
+def save_checkpoint(out, export, drafter, optimizer, parameters, progress, keep):
+    """checkpoints/step-NNNNNN: the drafter as served, and in state/ the float32 weights, moments and counters. Whole or absent."""
+    def fill(folder):
+        export(folder)
+        state = folder / "state"
+        state.mkdir()
+        moments = {}
+        for name, parameter in parameters.items():
+            for key, value in optimizer.state[parameter].items():
+                moments[f"{key}/{name}"] = value.detach().cpu().contiguous()
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+        replace_file(state / "weights.safetensors", lambda path: save_file(weights, path))
+        replace_file(state / "optimizer.safetensors", lambda path: save_file(moments, path))
+        write_json(state / "progress.json", progress)
+
+    (out / "checkpoints").mkdir(exist_ok=True)
+    folder = out / "checkpoints" / f"step-{progress['step']:06d}"
+    if not folder.exists():
+        replace_folder(folder, fill)
+    for old in checkpoints(out)[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(out, drafter, optimizer, parameters, fresh):
+    """Weights, moments and counters of the last checkpoint; `fresh` where there is none. Lines logged after it are dropped."""
+    found = checkpoints(out)
+    progress = read_json(found[-1] / "state" / "progress.json") if found else fresh
+    if found:
+        state = found[-1] / "state"
+        drafter.load_state_dict(load_file(state / "weights.safetensors"))
+        moments = load_file(state / "optimizer.safetensors")
+        for name, parameter in parameters.items():
+            optimizer.state[parameter] = {
+                key: moments[f"{key}/{name}"].to("cpu" if key == "step" and not parameter.is_cuda else parameter.device)
+                for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+        say(f"going on after step {progress['step']} of {found[-1]}")
+    metrics = out / "metrics.jsonl"
+    if metrics.exists() and int(os.environ.get("RANK", "0")) == 0:
+        lines = [line for line in metrics.read_text(encoding="utf-8").split("\n")[:-1] if json.loads(line)["step"] <= progress["step"]]
+        replace_file(metrics, lambda path: path.write_text("".join(line + "\n" for line in lines), encoding="utf-8"))
+    return progress
+
+
+if __name__ == "__main__":
+    run(main)
