@@ -1,5 +1,7 @@
 """The draft vocabulary: which target ids the drafter's rows mean. Contract of t2d, d2t and vocab_map.json."""
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,22 +11,28 @@ from common.cli import UserError
 from common.files import read_json, replace_folder, sha256_tensors, write_json
 
 MAP_FILE = "vocab_map.json"
+MAP_FILES = (MAP_FILE, "t2d.npy", "d2t.npy", "t2d.pt", "d2t.pt")
+
+
+def ranking(counts, forced):
+    """All ids in the order in which a draft vocabulary takes them: `forced` ones, then by count, ties by the lower id.
+
+    counts: int64 [V] occurrences of each id. Returns int64 [V]; ids that were never counted come last, the lowest first.
+    """
+    forced = np.array(sorted(set(forced)), dtype=np.int64)
+    order = np.argsort(-counts.astype(np.int64), kind="stable")  # stable: the lower id first among equal counts
+    return np.concatenate([forced, order[~np.isin(order, forced)]])
 
 
 def choose_rows(counts, size, forced):
-    """The ids of a draft vocabulary: `forced` ones, then by count, ties and uncounted ids by the lower id.
+    """The first `size` ids of the ranking, int64 [D], ascending.
 
-    counts: int64 [V] occurrences of each id. size: D. forced: ids that must be in. Returns int64 [D], ascending.
     Raises UserError when D is not in 1..V or cannot hold the forced ids.
     """
-    vocab_size = len(counts)
-    check_size(size, vocab_size)
-    forced = np.array(sorted(set(forced)), dtype=np.int64)
-    if len(forced) > size:
-        raise UserError(f"--draft-vocab {size} cannot hold the {len(forced)} ids that must be in it (end of sequence and chat tokens)")
-    order = np.argsort(-counts.astype(np.int64), kind="stable")  # stable: the lower id first among equal counts
-    order = order[~np.isin(order, forced)]
-    return np.sort(np.concatenate([forced, order[: size - len(forced)]]))
+    check_size(size, len(counts))
+    if len(set(forced)) > size:
+        raise UserError(f"--draft-vocab {size} cannot hold the {len(set(forced))} ids that must be in it (end of sequence and chat tokens)")
+    return np.sort(ranking(counts, forced)[:size])
 
 
 def check_size(size, vocab_size):
@@ -44,7 +52,8 @@ def coverage(counts, rows):
 
 
 def save_map(folder, rows, vocab_size, facts):
-    """Write t2d and d2t, as .npy and .pt, and vocab_map.json with `facts`, as one new folder."""
+    """Write t2d and d2t, as .npy and .pt, and vocab_map.json with `facts`, as one folder; a map that is there is replaced."""
+    folder = Path(folder).absolute()
     t2d = np.zeros(vocab_size, dtype=bool)
     t2d[rows] = True
     d2t = rows_to_d2t(rows)
@@ -56,7 +65,14 @@ def save_map(folder, rows, vocab_size, facts):
         torch.save(torch.from_numpy(d2t), temporary / "d2t.pt")
         write_json(temporary / MAP_FILE, {"vocab_size": vocab_size, "draft_vocab": len(rows), "map_sha256": map_sha256(d2t), **facts})
 
-    replace_folder(folder, fill)
+    if not folder.exists():
+        return replace_folder(folder, fill)
+    # The new map is whole on disk before the old one moves; a reader sees the one, the other, or for an instant none.
+    staged, old = (folder.with_name(f".{folder.name}.tmp-{what}-{os.getpid()}") for what in ("new", "old"))
+    replace_folder(staged, fill)
+    os.rename(folder, old)
+    os.rename(staged, folder)
+    shutil.rmtree(old)
 
 
 def map_sha256(d2t):

@@ -34,8 +34,8 @@ def save_tokenizer(folder, chat_template=CHAT_TEMPLATE):
 def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_template=CHAT_TEMPLATE, sharp=True):
     """Save a random model of `kind` with a tokenizer into `folder` and return the folder.
 
-    vocab_size is larger than the tokenizer, as padded lm_heads are. `sharp` scales the lm_head so that the greedy choice
-    has a clear margin.
+    vocab_size is larger than the tokenizer, as padded lm_heads are. `sharp` scales the embedding, so that answers are not one
+    token repeated, and the lm_head, so that the greedy choice has a clear margin.
     """
     torch.manual_seed(seed)
     folder = Path(folder)
@@ -69,7 +69,9 @@ def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_tem
             elif "norm" in name and "gemma" in kind:
                 parameter.normal_(0, 0.1)
         if sharp:
-            model.get_output_embeddings().weight.mul_(10.0)
+            tied_here = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+            model.get_input_embeddings().weight.mul_(1.0 if tied_here else 10.0)
+            model.get_output_embeddings().weight.mul_(4.0 if tied_here else 40.0)
     model.save_pretrained(folder)
     save_tokenizer(folder, chat_template)
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [2], "pad_token_id": 0}))

@@ -1,0 +1,65 @@
+"""Print the quickstart's comparison from the lines of JSON that its stages left in FOLDER.
+
+    python -m quickstart.report FOLDER      # from the repository's root
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+STAGES = ("target", "extract", "vocab-map", "drafter-reduced", "drafter-full", "eval")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the quickstart's run folder; no default")
+    folder = parser.parse_args().folder
+    stages = {name: json.loads((folder / f"{name}.json").read_text()) for name in STAGES}
+    seconds = {name: sum(map(int, (folder / f"{name}.seconds").read_text().split())) for name in STAGES}
+
+    extract = stages["extract"]
+    print(f"\n{extract['samples']} answers of the target, {extract['tokens']:,} tokens ({extract['supervised_tokens']:,} supervised), "
+          f"{extract['bytes'] / 1e6:,.0f} MB of hidden states")
+    print("seconds: " + ", ".join(f"{name} {seconds[name]}" for name in STAGES) + f"; together {sum(seconds.values())}\n")
+
+    training = [stages["drafter-reduced"], stages["drafter-full"]]
+    results = stages["eval"]["drafters"]  # in the order in which the command line named them
+    vocab_map = stages["vocab-map"]
+    full_params = vocab_map["lm_head_params"] // vocab_map["draft_vocab"] * vocab_map["vocab_size"]
+    settings = stages["eval"]["settings"]
+    table("draft vocabulary", [vocab_map["draft_vocab"], f"full ({vocab_map['vocab_size']})"])
+    table("coverage, counted", [percent(vocab_map["coverage"]), percent(1.0)])
+    table("coverage, held out", [percent(vocab_map["coverage_heldout"]), percent(1.0)])
+    table("lm_head parameters", [f"{vocab_map['lm_head_params']:,}", f"{full_params:,}"])
+    table("trainable parameters", [f"{drafter['trainable_params']:,}" for drafter in training])
+    table("training steps", [drafter["steps"] for drafter in training])
+    table("training seconds", [seconds["drafter-reduced"], seconds["drafter-full"]])
+    table("accept length, simulated on held-out samples", [number(drafter["accept_length"]) for drafter in training])
+    table(f"accept length, {settings['steps']} steps", [number(result["accept_length"]) for result in results])
+    table("acceptance at each depth", [" ".join(number(share) for share in result["acceptance"]) for result in results])
+    plain = stages["eval"]["baseline_tokens_per_second"]
+    table(f"tokens per second (plain decoding: {number(plain)})", [number(result["tokens_per_second"]) for result in results])
+    table("speed-up over plain decoding", [number(result["speed_up"]) for result in results])
+    table("answers identical to plain decoding", [f"{result['identical']} of {result['prompts']}" for result in results])
+
+    best = max(results, key=lambda result: result["speed_up"] or 0)
+    print(f"\nTo serve the faster one in SGLang (pip install -r requirements-sglang.txt):\n"
+          f"  python -m sglang.launch_server --model-path {stages['target']['target']} --speculative-algorithm EAGLE3 \\\n"
+          f"    --speculative-draft-model-path {best['drafter']} \\\n"
+          f"    --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4")
+
+
+def table(title, values):
+    print(f"{title:<50}" + "".join(f"{value:>20}" for value in values))
+
+
+def number(value):
+    return "-" if value is None else f"{value:.3f}"
+
+
+def percent(value):
+    return "-" if value is None else f"{value:.2%}"
+
+
+if __name__ == "__main__":
+    main()

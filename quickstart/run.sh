@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# A drafter for SmolLM2-135M-Instruct from scratch, with a reduced and with the full draft vocabulary, compared.
+#
+#   bash quickstart/run.sh
+#
+# Makes a virtual environment in .venv and everything else in quickstart/run. Interrupted, the same command goes on; finished
+# stages are not repeated. To start over: rm -r quickstart/run
+#
+# QUICKSTART_PYTHON=/path/to/python   use this interpreter as it is, make no .venv and install nothing
+# QUICKSTART_LIMIT=40                 only so many training prompts, for a quick try of the machinery; the drafters will be poor
+set -euo pipefail
+cd "$(dirname "$0")/.."
+run=quickstart/run
+target=$run/target
+draft_vocab=32000
+mkdir -p "$run"
+
+if [ -n "${QUICKSTART_PYTHON:-}" ]; then
+  python=$QUICKSTART_PYTHON
+else
+  python=.venv/bin/python
+  if [ ! -e .venv/installed ] || [ requirements.txt -nt .venv/installed ]; then
+    echo "== making .venv and installing requirements.txt" >&2
+    python3 -m venv .venv
+    # Without a GPU the CPU build of torch, a tenth of the size: its version 2.13.0+cpu sorts above the 2.13.0 of PyPI, and where
+    # its index cannot be reached pip goes on without it.
+    index=()
+    nvidia-smi -L > /dev/null 2>&1 || index=(--extra-index-url https://download.pytorch.org/whl/cpu)
+    "$python" -m pip install --retries 1 "${index[@]}" torch==2.13.0 >&2
+    "$python" -m pip install -r requirements.txt >&2
+    touch .venv/installed
+  fi
+fi
+
+# stage NAME COMMAND...: run the command unless it has finished before; keep the line of JSON that it prints in run/NAME.json
+# and its seconds, a line for each attempt, in run/NAME.seconds.
+stage() {
+  local name=$1 start=$SECONDS status=0
+  shift
+  if [ -s "$run/$name.json" ]; then
+    echo "== $name: done before" >&2
+    return
+  fi
+  echo "== $name: $*" >&2
+  "$@" > "$run/$name.json.part" || status=$?
+  echo $((SECONDS - start)) >> "$run/$name.seconds"
+  if [ "$status" != 0 ]; then
+    echo "== $name stopped with exit code $status; bash quickstart/run.sh goes on from here" >&2
+    exit "$status"
+  fi
+  mv "$run/$name.json.part" "$run/$name.json"
+}
+
+# train NAME ARGUMENTS...: one drafter in run/NAME. Little data wants many small steps, hence the small batches.
+train() {
+  local name=$1
+  shift
+  stage "$name" "$python" train_drafter.py --shards "$run/shards" --target "$target" --out "$run/$name" "$@" \
+    --ttt-steps 3 --epochs 3 --lr 1e-3 --batch-tokens 512 --mixed-precision bf16 --resume
+}
+
+stage target "$python" -m quickstart.get_target "$target"
+
+# The target answers the questions greedily, and its hidden states are kept.
+stage extract "$python" extract_hidden_states.py --target "$target" --data quickstart/train_prompts.jsonl --out "$run/shards" \
+  --regenerate --temperature 0 --max-new-tokens 256 ${QUICKSTART_LIMIT:+--limit "$QUICKSTART_LIMIT"}
+
+stage vocab-map "$python" build_vocab_map.py --shards "$run/shards" --draft-vocab "$draft_vocab" --out "$run/vocab-map"
+
+train drafter-reduced --draft-vocab "$draft_vocab" --vocab-map "$run/vocab-map"
+train drafter-full --draft-vocab full
+
+# Questions that nothing was trained on, in float32, where speculative answers equal plain ones token by token.
+stage eval "$python" eval_speculative.py --target "$target" --drafter "$run/drafter-reduced" --drafter "$run/drafter-full" \
+  --prompts quickstart/eval_prompts.jsonl --steps 3 --max-new-tokens 256 --dtype float32
+
+"$python" -m quickstart.report "$run" | tee "$run/report.txt"

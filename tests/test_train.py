@@ -1,0 +1,173 @@
+"""train_drafter.py as a whole: overfitting, resuming, processes, and what it refuses."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.cli import UserError
+from common.drafter import load_drafter
+from common.target import open_target
+from tests import tiny
+from tests.scripts import call, shell
+
+FAST = ("--ttt-steps", 2, "--lr", 3e-3, "--batch-tokens", 200, "--epochs", 2)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A tiny target, shards of its own answers, and a map of 100 ids."""
+    folder = tmp_path_factory.mktemp("train")
+    tiny.make_target(folder / "target")
+    rows = [{"messages": row["messages"][:1]} for row in tiny.conversations(24)]
+    tiny.write_rows(folder / "rows.jsonl", rows)
+    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
+         "--regenerate", "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.2)
+    call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", 100, "--out", folder / "map")
+    return folder
+
+
+def train(work, out, *more):
+    return call("train_drafter", "--shards", work / "shards", "--target", work / "target", "--out", out, *more)
+
+
+def test_overfitting_one_conversation_accepts_everything(tmp_path):
+    """Served, too: accept length = steps + 1 exactly, in both vocabularies, with no round cut short (1 + 10 * 4 tokens)."""
+    target = tiny.make_target(tmp_path / "target", seed=3)  # 26 different tokens, and no near tie among its choices
+    prompt = [{"messages": [{"role": "user", "content": "Count the apples of Ann."}]}]
+    tiny.write_rows(tmp_path / "rows.jsonl", prompt)
+    call("extract_hidden_states", "--target", target, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "shards", "--regenerate",
+         "--max-new-tokens", 41, "--dtype", "float32", "--heldout", 0)
+    call("build_vocab_map", "--shards", tmp_path / "shards", "--draft-vocab", 80, "--out", tmp_path / "map")
+    for name, choice in (("full", ["full"]), ("reduced", [80, "--vocab-map", tmp_path / "map"])):
+        out = tmp_path / name
+        summary = call("train_drafter", "--shards", tmp_path / "shards", "--target", target, "--out", out, "--draft-vocab", *choice,
+                       "--eval-shards", tmp_path / "shards", "--ttt-steps", 3, "--epochs", 150, "--lr", 1e-2, "--eval-every", 50)
+        assert summary["accept_length"] == 4.0 and summary["acceptance"] == [1.0, 1.0, 1.0]
+        found, code = call("eval_speculative", "--target", target, "--drafter", out, "--prompts", tmp_path / "rows.jsonl", "--steps", 3,
+                           "--max-new-tokens", 41, "--dtype", "float32")
+        assert code == 0 and found["drafters"][0]["accept_length"] == 4.0
+        assert found["drafters"][0]["identical"] == 1
+
+
+def test_summary_files_and_what_is_frozen(work, tmp_path):
+    code, summary, stderr = shell("train_drafter", "--shards", work / "shards", "--target", work / "target", "--out", tmp_path / "out",
+                                  "--draft-vocab", 100, "--vocab-map", work / "map", *FAST)
+    assert code == 0, stderr
+    assert {"steps", "epochs", "tokens", "loss", "accept_length", "acceptance", "best_step", "trainable_params", "draft_vocab", "init",
+            "tokens_per_second", "out"} <= summary.keys()
+    drafter, rows = load_drafter(tmp_path / "out")
+    assert summary["trainable_params"] == sum(parameter.numel() for parameter in drafter.parameters())  # no embedding, no target
+    assert len(rows) == drafter.config["draft_vocab_size"] == 100
+    head = open_target(work / "target").lm_head()[rows].float()
+    assert (drafter.lm_head.weight - head).abs().max() > 1e-3  # trained, in a drafter whose config does not tie it
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert "embed_tokens.weight" not in tensors and not drafter.config["tie_word_embeddings"]
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "lr" in record]
+    assert [record["step"] for record in steps] == list(range(1, summary["steps"] + 1))
+    assert max(record["accept_length"] for record in records if "heldout" in record) == summary["accept_length"]
+    assert "covers" in stderr and "Traceback" not in stderr
+
+
+def test_resume_goes_on_bit_for_bit(work, tmp_path):
+    """Stopped after the third checkpoint and resumed equals straight through: weights, moments, metrics, best."""
+    arguments = ("--draft-vocab", "full", *FAST, "--save-every", 1, "--eval-every", 2, "--keep", 100)
+    straight = train(work, tmp_path / "straight", *arguments)
+    shutil.copytree(tmp_path / "straight", tmp_path / "again")
+    for folder in sorted((tmp_path / "again" / "checkpoints").iterdir())[3:]:
+        shutil.rmtree(folder)
+    resumed = train(work, tmp_path / "again", *arguments, "--resume")
+    for name in ("steps", "loss", "accept_length", "best_step", "tokens"):
+        assert resumed[name] == straight[name]
+    last = sorted((tmp_path / "again" / "checkpoints").iterdir())[-1].name
+    for file in ("model.safetensors", "state/weights.safetensors", "state/optimizer.safetensors"):
+        ours = load_file(tmp_path / "again" / "checkpoints" / last / file)
+        theirs = load_file(tmp_path / "straight" / "checkpoints" / last / file)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), file
+
+    def records(out):
+        timed = ("tokens_per_second", "waiting")
+        return [{key: value for key, value in json.loads(line).items() if key not in timed}
+                for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+    assert records(tmp_path / "again") == records(tmp_path / "straight")
+    with pytest.raises(UserError, match=r"lr is 0.1 now and was 0.003"):
+        train(work, tmp_path / "again", *arguments, "--resume", "--lr", 0.1)
+    with pytest.raises(UserError, match="holds an earlier run"):
+        train(work, tmp_path / "again", *arguments)
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines() if "heldout" not in line]
+
+
+def test_accumulation_changes_only_rounding(work, tmp_path):
+    train(work, tmp_path / "a", "--draft-vocab", "full", *FAST)
+    train(work, tmp_path / "b", "--draft-vocab", "full", *FAST, "--gradient-accumulation-steps", 3)
+    assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-4)
+
+
+def test_two_processes_train_as_one(work, tmp_path):
+    """Under accelerate launch on gloo; batches of one long sample leave a process with nothing to learn from."""
+    arguments = ("--shards", work / "shards", "--target", work / "target", "--draft-vocab", "full", "--ttt-steps", 2, "--lr", 3e-3,
+                 "--batch-tokens", 60, "--epochs", 1, "--max-steps", 6)
+    one = call("train_drafter", "--out", tmp_path / "one", *arguments)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+                "--mixed_precision", "no", "--dynamo_backend", "no"]
+    code, two, stderr = shell("train_drafter", "--out", tmp_path / "two", *arguments, launcher=launcher)
+    assert code == 0, stderr[-2000:]
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)
+    assert one["accept_length"] == two["accept_length"] and one["tokens"] == two["tokens"]
+
+
+def test_checkpoint_starts_from_its_weights_and_its_own_map(work, tmp_path):
+    train(work, tmp_path / "first", "--draft-vocab", 100, "--vocab-map", work / "map", *FAST)
+    summary = train(work, tmp_path / "second", "--draft-vocab", 100, "--init", "checkpoint", "--checkpoint", tmp_path / "first", *FAST,
+                    "--lr", 1e-9, "--max-steps", 1)
+    assert summary["init"] == "checkpoint"
+    before, rows = load_drafter(tmp_path / "first")
+    after, same_rows = load_drafter(tmp_path / "second")
+    assert torch.equal(rows, same_rows)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(before.state_dict().values(), after.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--draft-vocab", 100], "needs --vocab-map"),
+    (["--draft-vocab", "full", "--vocab-map", "MAP"], "takes no --vocab-map"),
+    (["--draft-vocab", 90, "--vocab-map", "MAP"], "has 100 rows, --draft-vocab says 90"),
+    (["--draft-vocab", 0], "not in 1..328"),
+    (["--draft-vocab", -1], "not in 1..328"),
+    (["--draft-vocab", 329], "not in 1..328"),
+    (["--draft-vocab", "half"], "neither full nor a number"),
+    (["--draft-vocab", "full", "--init", "checkpoint"], "needs --checkpoint"),
+    (["--draft-vocab", "full", "--init", "checkpoint", "--checkpoint", "TARGET"], "no EAGLE-3 drafter"),
+    (["--draft-vocab", "full", "--shards", "nowhere"], "is no folder"),
+    (["--draft-vocab", "full", "--target", "./nowhere"], "does not exist"),
+    (["--draft-vocab", "full", "--target", "OTHER"], "made for another target"),
+    (["--draft-vocab", "full", "--out", "TARGET"], "holds something else"),
+])
+def test_refused_before_anything_is_written(work, tmp_path, arguments, words):
+    if "OTHER" in arguments:
+        tiny.make_target(tmp_path / "other", seed=1)
+    places = {"MAP": work / "map", "TARGET": work / "target", "OTHER": tmp_path / "other"}
+    with pytest.raises(UserError, match=words):
+        train(work, tmp_path / "out", *[places.get(argument, argument) for argument in arguments])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_map_for_another_target_is_refused(work, tmp_path):
+    shutil.copytree(work / "map", tmp_path / "map")
+    facts = json.loads((tmp_path / "map" / "vocab_map.json").read_text())
+    facts["target"]["tensors_sha256"] = "0" * 64
+    (tmp_path / "map" / "vocab_map.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=r"map .* made for another target: lm_head and embedding 000000000000"):
+        train(work, tmp_path / "out", "--draft-vocab", 100, "--vocab-map", tmp_path / "map")
+
+
+def test_dry_run_touches_nothing(work, tmp_path):
+    summary = train(work, tmp_path / "out", "--draft-vocab", "full", *FAST, "--dry-run")
+    assert summary["steps"] > 0 and not (tmp_path / "out").exists()
