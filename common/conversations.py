@@ -1,0 +1,194 @@
+"""Rows of JSON lines to conversations; rows of no use are skipped by reason; which conversations are held out."""
+
+import hashlib
+import json
+import sys
+
+from common.cli import UserError
+from common.files import sha256_json
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+         "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool", "observation": "tool", "ipython": "tool"}
+
+
+class Skip(Exception):
+    """A row that gives no sample. `reason` is counted, the message says more."""
+
+    def __init__(self, reason, detail=""):
+        super().__init__(detail or reason)
+        self.reason = reason
+
+
+def read_rows(path, limit=None):
+    """JSON lines of a file, or of stdin for "-": (list of (0-based line, row), number of lines, sha256 of what was read).
+
+    Lines end at "\\n" only: rows may hold U+2028. Blank lines count as lines and are no rows. `limit` stops after so many rows.
+    Raises UserError with the 1-based line for anything that is no JSON object.
+    """
+    rows, lines, digest = [], 0, hashlib.sha256()
+    name = "standard input" if path == "-" else path
+    try:
+        handle = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise UserError(f"{path} is no file; give a file of JSON lines, or - for standard input") from None
+    with handle:
+        for line, raw in enumerate(handle):
+            if limit is not None and len(rows) == limit:
+                break
+            lines = line + 1
+            raw = raw.removesuffix(b"\n")
+            digest.update(raw + b"\n")
+            if not raw.strip():
+                continue
+            try:
+                row = json.loads(raw.decode("utf-8-sig" if line == 0 else "utf-8"))
+            except ValueError as error:
+                raise UserError(f"{name}, line {lines} is no JSON ({error}); one JSON object a line is wanted") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{name}, line {lines} holds a JSON {type(row).__name__}; one JSON object a line is wanted")
+            rows.append((line, row))
+    return rows, lines, digest.hexdigest()
+
+
+def parse_row(row, system=None, regenerate=False):
+    """What a row says, as a dict with either `messages` (and `tools`), or `text`, or `input_ids` and `loss_mask`; and `key`,
+    the hash of its content that decides whether it is held out.
+
+    With `regenerate`, `messages` holds None where the target shall write an answer. Raises Skip for a row of no use.
+    """
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Skip("malformed", "half a surrogate pair, which is no text") from None
+    kind = next((name for name in ("messages", "conversations", "turns", "prompt", "text", "input_ids") if row.get(name) is not None), None)
+    if kind is None:
+        raise Skip("empty")
+    value = row[kind]
+    if kind in ("text", "input_ids"):
+        if regenerate:
+            raise Skip("nothing to regenerate", "text and input_ids rows hold no question that the target could answer")
+        return _parse_text(value) if kind == "text" else _parse_ids(value, row.get("loss_mask"))
+    if kind == "prompt":
+        value = [{"role": "user", "content": value}]
+        if row.get("response") is not None:
+            value.append({"role": "assistant", "content": row["response"]})
+    elif kind == "turns" and isinstance(value, list):
+        value = [{"role": "user", "content": turn} for turn in value]
+    if not isinstance(value, list):
+        raise Skip("malformed", f"{kind} is a JSON {type(value).__name__}, a list is wanted")
+    messages = [_message(message) for message in value]
+    _check_roles([message["role"] for message in messages], regenerate)
+    if not any(message["content"].strip() for message in messages if message["role"] == "user"):
+        raise Skip("empty")
+    tools = row.get("tools") or None
+    if isinstance(tools, str):
+        tools = _json_or(tools, None)
+    # The questions without the answers: two answers to one question never end up on both sides, and regenerating moves no sample.
+    key = sha256_json([[message["role"], message["content"]] for message in messages if message["role"] != "assistant"])
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    if regenerate:
+        messages = _with_gaps(messages)
+    return {"messages": messages, "tools": tools, "key": key}
+
+
+def held_out(keys, fraction):
+    """For every key (a sha256 in hex) whether it is set aside: those whose hash lies below `fraction`, equal keys alike.
+
+    From 20 samples on at least one is set aside, then that with the smallest hash; but never all of them.
+    """
+    flags = [int(key[:13], 16) / 16**13 < fraction for key in keys]
+    if fraction > 0 and len(keys) >= 20 and not any(flags):
+        flags = [key == min(keys) for key in keys]
+    return [False] * len(flags) if all(flags) and fraction < 1 else flags
+
+
+def _parse_text(text):
+    if not isinstance(text, str):
+        raise Skip("malformed", f"text is a JSON {type(text).__name__}, a string is wanted")
+    if not text.strip():
+        raise Skip("empty")
+    return {"text": text, "key": sha256_json(text)}
+
+
+def _parse_ids(ids, mask):
+    if not isinstance(ids, list) or any(type(token) is not int or token < 0 for token in ids):
+        raise Skip("malformed", "input_ids is no list of token ids")
+    if not ids:
+        raise Skip("empty")
+    mask = [1] * len(ids) if mask is None else mask
+    if not isinstance(mask, list) or len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
+        raise Skip("malformed", "loss_mask is no list of 0 and 1 as long as input_ids")
+    return {"input_ids": ids, "loss_mask": [int(value) for value in mask], "key": sha256_json(ids)}
+
+
+def _message(raw):
+    if not isinstance(raw, dict):
+        raise Skip("malformed", f"a message is a JSON {type(raw).__name__}, an object is wanted")
+    role = raw.get("role", raw.get("from"))
+    if not isinstance(role, str) or role not in ROLES:
+        raise Skip("unknown role", f"role {role!r}")
+    content = raw.get("content", raw.get("value"))
+    if isinstance(content, list):
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+            raise Skip("non-text content")
+        content = "\n".join(part["text"] for part in parts)
+    if content is None:
+        content = ""  # as the engines do: most templates cannot add null to a string
+    if not isinstance(content, str):
+        raise Skip("malformed", f"content is a JSON {type(content).__name__}, a string is wanted")
+    message = {"role": ROLES[role], "content": content}
+    message.update({key: raw[key] for key in ("reasoning_content", "name", "tool_call_id") if raw.get(key)})
+    if raw.get("tool_calls"):
+        if not isinstance(raw["tool_calls"], list):
+            raise Skip("malformed", "tool_calls is no list")
+        message["tool_calls"] = [_tool_call(call) for call in raw["tool_calls"]]
+    return message
+
+
+def _tool_call(call):
+    """The call with its arguments as an object: templates and engines want them so, the wire format has a string."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise Skip("malformed", "a tool call names no function")
+    arguments = function.get("arguments")
+    return {**call, "function": {**function, "arguments": _json_or(arguments, arguments) if isinstance(arguments, str) else arguments}}
+
+
+def _json_or(text, otherwise):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return otherwise
+
+
+def _check_roles(roles, regenerate):
+    spoken = [role for role in roles if role != "system"]
+    if not roles:
+        raise Skip("empty")
+    if not spoken:
+        raise Skip("only system")
+    if "user" not in spoken:
+        raise Skip("no user")
+    if spoken[0] != "user":
+        raise Skip("assistant first")
+    if "assistant" not in spoken:
+        if not regenerate:
+            raise Skip("no answer", "no assistant message; --regenerate lets the target write one")
+    elif any(a == b and a in ("user", "assistant") for a, b in zip(roles, roles[1:], strict=False)):
+        raise Skip("doubled role")
+
+
+def _with_gaps(messages):
+    """The messages with None for every answer that the target shall write. Answers that call tools are kept as given."""
+    ask_all = all(message["role"] != "assistant" for message in messages)
+    script = []
+    for n, message in enumerate(messages):
+        given = message["role"] != "assistant" or message.get("tool_calls")
+        script.append(message if given else None)
+        if message["role"] == "user" and ask_all or n == len(messages) - 1 and message["role"] in ("user", "tool"):
+            script.append(None)
+    if None not in script:
+        raise Skip("only tool calls")
+    return script
