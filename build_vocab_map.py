@@ -5,7 +5,6 @@ Reads the supervised tokens of hidden-state shards, takes the D most frequent on
 always among them, and writes the map that train_drafter.py --vocab-map reads.
 """
 
-import argparse
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from common.cli import UserError, human_bytes, run, say
+from common.cli import Parser, UserError, human_bytes, run, say
 from common.drafter import Drafter, drafter_config
 from common.files import check_output_folder, read_json
 from common.shards import Shards
@@ -21,7 +20,7 @@ from common.vocab import MAP_FILE, MAP_FILES, check_size, choose_rows, coverage,
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--shards", required=True, type=Path, metavar="DIR",
                         help="shards of extract_hidden_states.py; no default. Their held-out samples are not counted, only covered")
     parser.add_argument("--draft-vocab", required=True, metavar="N[,N...]",

@@ -6,7 +6,6 @@ the same run. Prints a table on stderr and one line of JSON on stdout. In float3
 id by id; the exit code is 1 if any differs.
 """
 
-import argparse
 import json
 from collections import Counter
 from importlib.metadata import version
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common.cli import Progress, UserError, positive_int, run, say
+from common.cli import Parser, Progress, UserError, positive_int, run, say
 from common.conversations import Skip, parse_row, read_rows
 from common.decode import plain_decode, speculative_decode
 from common.drafter import load_drafter
@@ -28,7 +27,7 @@ WARM_UP = 16  # tokens decoded before anything is timed
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--target", required=True, metavar="MODEL", help="folder of a Hugging Face model, or a hub id; no default")
     add("--drafter", required=True, action="append", type=Path, metavar="DIR",

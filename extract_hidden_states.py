@@ -6,7 +6,6 @@ the target write them anew), runs the target once over every sample and stores t
 input in shards with a manifest. The same command again goes on with what is missing.
 """
 
-import argparse
 import json
 import re
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from common.cli import Progress, UserError, human_bytes, positive_int, run, say
+from common.cli import Parser, Progress, UserError, human_bytes, positive_int, run, say
 from common.conversations import Skip, held_out, parse_row, read_rows
 from common.files import check_output_folder, sha256_file, sha256_json, write_json
 from common.generate import generate, sampling_settings, stop_ids
@@ -31,7 +30,7 @@ BLOCK_LINES, BLOCK_BYTES = 512, 2 << 30  # a block is computed in memory and red
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--target", required=True, help="folder of a Hugging Face model, or a hub id")
     add("--data", required=True, help="JSON lines (README lists the kinds of rows); - is stdin")

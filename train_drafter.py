@@ -6,7 +6,6 @@ OUT is the best drafter so far, as SGLang and vLLM load it (config.json, model.s
 checkpoints/step-NNNNNN, each of them a drafter too, with the training state in its folder state/.
 """
 
-import argparse
 import json
 import math
 import os
@@ -23,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from common.cli import Progress, UserError, finite, positive_int, run, say
+from common.cli import Parser, Progress, UserError, finite, positive_int, run, say
 from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
 from common.files import check_output_folder, read_json, replace_file, replace_folder, write_json
 from common.shards import Shards
@@ -33,7 +32,7 @@ from common.vocab import check_size, coverage, load_map, map_sha256, rows_to_d2t
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--shards", required=True, help="folder of extract_hidden_states.py")
     add("--target", required=True, help="folder or hub id of the target; its config, embedding and lm_head are read, it is never loaded")
@@ -41,8 +40,10 @@ def parse_args():
     add("--draft-vocab", required=True, metavar="N|full", help="rows of the drafter's lm_head: a size such as 32000, which needs "
         "--vocab-map, or full. No default: fewer rows are faster at every drafting step, missing rows cost accepted drafts")
     add("--vocab-map", help="folder of build_vocab_map.py for a reduced vocabulary; none is ever picked up by itself")
-    add("--init", choices=["scratch", "checkpoint"], default="scratch", help="default scratch: lm_head rows start as the target's rows, "
-        "the rest random. checkpoint: go on from --checkpoint, with its own vocabulary")
+    add("--init", choices=["scratch", "checkpoint"], default="scratch", help="default scratch: lm_head rows start as the target's rows. "
+        "checkpoint: go on from --checkpoint, with its own vocabulary")
+    add("--init-layer", choices=["target", "random"], default="target", help="with --init scratch, how the layer starts; default target: "
+        "as the target's last decoder layer and final norm, where they fit, which learns faster than random")
     add("--checkpoint", help="drafter folder for --init checkpoint")
     add("--ttt-steps", type=positive_int, default=7, help="depth of training-time test; default 7, as in EAGLE-3. 3 costs less than half "
         "and is enough when serving drafts 3 tokens")
@@ -57,7 +58,7 @@ def parse_args():
         "default 8192. Small data wants many small steps (512 for a few hundred conversations)")
     add("--gradient-accumulation-steps", type=positive_int, default=1, help="default 1; more saves memory and changes nothing else")
     add("--loss", choices=["kl"], default="kl", help="default kl: cross entropy against the target's distribution over the draft rows")
-    add("--freeze-lm-head", action="store_true", help="keep the lm_head as it starts: a quarter less work, less acceptance")
+    add("--freeze-lm-head", action="store_true", help="keep the lm_head as it starts; saves the gradient and the moments of its rows")
     add("--mixed-precision", choices=["no", "bf16"], help="default: what accelerate's configuration says, else no. bf16 computes in "
         "bfloat16; weights and moments stay float32")
     add("--eval-shards", help="measure on all samples of this folder; default: the samples of --shards that were set aside")
@@ -101,7 +102,7 @@ def main():
         map_rows, map_facts = scratch_map(args, draft_vocab, facts, shards, warnings)
         torch.manual_seed(args.seed)
         drafter = Drafter(drafter_config(target, draft_vocab, layers))
-        start_from_scratch(drafter, target, map_rows)
+        start_from_scratch(drafter, target, map_rows, args.init_layer)
     if args.freeze_lm_head:
         drafter.lm_head.weight.requires_grad_(False)
     trainable = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
@@ -118,11 +119,12 @@ def main():
         say(f"warning: {warning}")
     counts = supervised_counts(shards, target.vocab_size)
     covered = 1.0 if map_rows is None else coverage(counts, map_rows.numpy())
+    unseen = (map_facts or {}).get("coverage_heldout")
     layer_parameters = sum(p.numel() for name, p in drafter.named_parameters() if name != "lm_head.weight")
     head_parameters = draft_vocab * target.hidden_size
     say(f"draft vocabulary: {draft_vocab} of {target.vocab_size} rows{' (full, no map)' if map_rows is None else ''}, lm_head "
         f"{head_parameters / 1e6:.1f} M parameters beside {layer_parameters / 1e6:.1f} M in the layer; it covers {covered:.2%} of the "
-        f"supervised tokens that are trained on")
+        f"supervised tokens that are trained on{f' and {unseen:.2%} of the held-out ones' if unseen else ''}")
     say(f"training {trainable / 1e6:.1f} M parameters (the embedding is the target's, frozen) for {len(plan)} steps of about "
         f"{args.batch_tokens} tokens, depth {args.ttt_steps}, {len(train_samples)} samples, {len(eval_samples)} held out")
     if args.dry_run:
@@ -162,7 +164,7 @@ def main():
 
     training_block = {
         "target": facts, "layers": layers, "draft_vocab": draft_vocab, "map_sha256": settings["map_sha256"], "coverage": covered,
-        "coverage_heldout": (map_facts or {}).get("coverage_heldout"), "init": args.init, "data_sha256": shards.manifest["data_sha256"],
+        "coverage_heldout": unseen, "init": args.init, "data_sha256": shards.manifest["data_sha256"],
         "tokenizer_sha256": shards.manifest["tokenizer_sha256"], "chat_template_sha256": shards.manifest["chat_template_sha256"],
         "template_kwargs": shards.manifest["template_kwargs"], "warnings": [warning for warning in warnings if warning],
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "safetensors", "numpy")},
@@ -177,8 +179,8 @@ def main():
         reached, accepted = torch.zeros(2, args.eval_steps, dtype=torch.long, device=device)
         mine = eval_samples[accelerator.process_index :: accelerator.num_processes]
         with accelerator.autocast():
-            for number in mine:
-                batch = make_batch([evaluation.sample(int(number))], device)
+            for part in np.array_split(mine, -(-len(mine) // 8)) if len(mine) else ():
+                batch = make_batch([evaluation.sample(int(number)) for number in part], device)
                 rows, hits = draft_hits(drafter, embedding, batch, map_rows, args.eval_steps)
                 counts = simulate(batch["loss_mask"], batch["bounds"], rows, hits)
                 reached += torch.tensor(counts[0], device=device)
@@ -275,7 +277,8 @@ def main():
         "steps": progress["step"], "epochs": args.epochs, "tokens": progress["tokens"], "loss": progress["loss"],
         "accept_length": best["accept_length"], "acceptance": best["acceptance"], "best_step": best["step"],
         "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "coverage": covered,
-        "tokens_per_second": progress["tokens"] / max(progress["seconds"], 1e-9), "seconds": progress["seconds"], "out": str(out),
+        "tokens_per_second": progress["tokens"] / max(progress["seconds"], 1e-9), "seconds": progress["seconds"],
+        "warnings": training_block["warnings"], "out": str(out),
     }
 
 
@@ -336,13 +339,43 @@ def start_from_checkpoint(args, draft_vocab, target, layers, warnings, facts):
     return drafter.train(), rows
 
 
-def start_from_scratch(drafter, target, map_rows):
-    """lm_head rows start as the target's rows, matrices small and random, norms at one."""
+def start_from_scratch(drafter, target, map_rows, init_layer):
+    """lm_head rows start as the target's rows; the rest small and random, or as the target's last layer wherever that fits.
+
+    As the target's layer: q, k, v see the same weights for both halves of their input, halved; fc passes the last captured
+    state through; the final norm is the target's.
+    """
+    random = 0.1 if init_layer == "target" else 1.0  # fc starts near to passing through
+    parts = {}  # parameter -> tensor of the target, by the ends of their names
+    if init_layer == "target":
+        last = f"layers.{target.num_layers - 1}."
+        same = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+                "mlp.down_proj", "input_layernorm")
+        mlp_norm = "pre_feedforward_layernorm" if target.find(f"{last}pre_feedforward_layernorm.weight") else "post_attention_layernorm"
+        sources = {**dict(zip(same, same, strict=True)), "hidden_norm": "input_layernorm", "post_attention_layernorm": mlp_norm}
+        parts = {f"midlayer.{name}.weight": f"{last}{source}.weight" for name, source in sources.items()}
+        parts["norm.weight"] = "norm.weight"
     spread = target.text.get("initializer_range") or 0.02
+    copied = 0
     with torch.no_grad():
-        for parameter in drafter.parameters():
+        for name, parameter in drafter.named_parameters():
             if parameter.dim() == 2:
-                parameter.normal_(0.0, spread)
+                parameter.normal_(0.0, spread * (random if name == "fc.weight" else 1.0))
+            source = target.find(parts[name]) if name in parts else None
+            if source is None:
+                continue
+            tensor = target.tensor(source).float()
+            if "norm" in name and target.model_class.startswith("Gemma"):
+                tensor = tensor + 1.0  # Gemma's norms multiply by 1 + w
+            if tensor.dim() == 2 and tensor.shape[1] * 2 == parameter.shape[1]:
+                tensor = torch.cat([tensor, tensor], dim=1) / 2
+            if tensor.shape == parameter.shape:
+                parameter.copy_(tensor)
+                copied += 1
+        if init_layer == "target":
+            hidden = target.hidden_size
+            drafter.fc.weight[:, 2 * hidden :] += torch.eye(hidden)
+            say(f"{copied} of {len(parts)} tensors of the layer start as the target's last layer and final norm, the rest random")
         head = target.lm_head()
         drafter.lm_head.weight.copy_(head if map_rows is None else head[map_rows])
 
@@ -362,7 +395,7 @@ def plan_steps(index, samples, args):
         order = np.random.default_rng([args.seed, epoch]).permutation(samples)
         first = tokens = 0
         for number, length in enumerate(index[order, 2].tolist()):
-            if tokens and tokens + length > args.batch_tokens:
+            if tokens and tokens + length / 2 > args.batch_tokens:  # without this sample the batch is nearer to its size
                 plan.append((epoch, order[first:number]))
                 first, tokens = number, 0
             tokens += length

@@ -1,5 +1,6 @@
 """Command-line habits: errors for people, talk on stderr, one line of JSON on stdout."""
 
+import argparse
 import json
 import logging
 import math
@@ -16,6 +17,23 @@ class UserError(Exception):
     """A mistake in the arguments or the input. Shown as one sentence, exit code 2."""
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are UserErrors, one sentence each, and whose help says every default that its text does not."""
+
+    def __init__(self, doc):
+        super().__init__(description=doc, formatter_class=_Help, allow_abbrev=False)
+
+    def error(self, message):
+        raise UserError(f"{message}; --help lists the arguments")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def _get_help_string(self, action):
+        if "default" in action.help or action.required or action.default in (argparse.SUPPRESS, {}):
+            return action.help
+        return f"{action.help}; default {'no' if action.default in (None, False) else '%(default)s'}"
+
+
 def run(main):
     """Call `main()`, print the summary that it returns as one line of JSON on stdout, and exit with 0, 1 or 2.
 
@@ -23,8 +41,9 @@ def run(main):
     while it runs goes to stderr, so that `script | jq` works. Only rank 0 writes to stdout.
     """
     stdout = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
+    if not {"-h", "--help"} & set(sys.argv[1:]):
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
     logging.captureWarnings(True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:

@@ -75,7 +75,7 @@ class Chain:
 
     def choose(self, hidden):
         """The greedy choice for h'' [1, H], before norm, as a target id, int64 [1]."""
-        best = self.drafter.lm_head(self.drafter.norm(hidden)).argmax(-1)
+        best = self.drafter.lm_head(self.drafter.norm(hidden)).max(-1).indices
         return best if self.rows is None else self.rows[best]
 
 

@@ -37,6 +37,10 @@ class Target:
         with safe_open(self.weights[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def find(self, ending):
+        """Name of the text model's tensor that ends so, None where there is none; of several the shortest."""
+        return _find(self.weights, (ending,))
+
     def embedding(self):
         """[V, H] in the dtype of the file: the raw table, without any scaling that the model applies."""
         return self.tensor(self.embedding_name)

@@ -230,10 +230,11 @@ def draft_hits(drafter, embedding, batch, map_rows, depths):
     """
     rows, supervised = supervised_rows(batch["loss_mask"], batch["bounds"], depths)
     hidden = drafter.norm(ttt_hidden(drafter, embedding, batch, rows, depths))  # [K, R, H]
-    chunk = max(1, CHUNK_BYTES // (4 * drafter.lm_head.weight.shape[0]))
+    weight = drafter.lm_head.weight.to(hidden.dtype)
+    chunk = max(1, CHUNK_BYTES // (4 * len(weight)))
     hits = torch.zeros_like(supervised)
     for depth in range(depths):
-        choice = torch.cat([drafter.lm_head(part).argmax(-1) for part in hidden[depth].split(chunk)])
+        choice = torch.cat([(part @ weight.T).max(-1).indices for part in hidden[depth].split(chunk)])
         if map_rows is not None:
             choice = map_rows[choice]
         teacher_row = (rows + depth + 1).clamp(max=max(len(batch["input_ids"]) - 1, 0))

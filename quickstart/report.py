@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-STAGES = ("target", "extract", "vocab-map", "drafter-reduced", "drafter-full", "eval")
+STAGES = ("target", "extract", "vocab-map", "drafter-reduced", "drafter-full", "identical", "speed")
 
 
 def main():
@@ -23,10 +23,10 @@ def main():
     print("seconds: " + ", ".join(f"{name} {seconds[name]}" for name in STAGES) + f"; together {sum(seconds.values())}\n")
 
     training = [stages["drafter-reduced"], stages["drafter-full"]]
-    results = stages["eval"]["drafters"]  # in the order in which the command line named them
+    exact, fast = stages["identical"]["drafters"], stages["speed"]["drafters"]  # in the order in which the command line named them
     vocab_map = stages["vocab-map"]
     full_params = vocab_map["lm_head_params"] // vocab_map["draft_vocab"] * vocab_map["vocab_size"]
-    settings = stages["eval"]["settings"]
+    settings = stages["speed"]["settings"]
     table("draft vocabulary", [vocab_map["draft_vocab"], f"full ({vocab_map['vocab_size']})"])
     table("coverage, counted", [percent(vocab_map["coverage"]), percent(1.0)])
     table("coverage, held out", [percent(vocab_map["coverage_heldout"]), percent(1.0)])
@@ -35,14 +35,14 @@ def main():
     table("training steps", [drafter["steps"] for drafter in training])
     table("training seconds", [seconds["drafter-reduced"], seconds["drafter-full"]])
     table("accept length, simulated on held-out samples", [number(drafter["accept_length"]) for drafter in training])
-    table(f"accept length, {settings['steps']} steps", [number(result["accept_length"]) for result in results])
-    table("acceptance at each depth", [" ".join(number(share) for share in result["acceptance"]) for result in results])
-    plain = stages["eval"]["baseline_tokens_per_second"]
-    table(f"tokens per second (plain decoding: {number(plain)})", [number(result["tokens_per_second"]) for result in results])
-    table("speed-up over plain decoding", [number(result["speed_up"]) for result in results])
-    table("answers identical to plain decoding", [f"{result['identical']} of {result['prompts']}" for result in results])
+    table(f"accept length, {settings['steps']} steps, float32", [number(result["accept_length"]) for result in exact])
+    table("answers identical to plain decoding, float32", [f"{result['identical']} of {result['prompts']}" for result in exact])
+    table(f"accept length, {settings['steps']} steps, {settings['dtype']}", [number(result["accept_length"]) for result in fast])
+    table("acceptance at each depth", [" ".join(number(share) for share in result["acceptance"]) for result in fast])
+    table(f"tokens per second, {settings['dtype']}", [number(result["tokens_per_second"]) for result in fast])
+    table("speed-up over plain decoding", [number(result["speed_up"]) for result in fast])
 
-    best = max(results, key=lambda result: result["speed_up"] or 0)
+    best = max(fast, key=lambda result: result["speed_up"] or 0)
     print(f"\nTo serve the faster one in SGLang (pip install -r requirements-sglang.txt):\n"
           f"  python -m sglang.launch_server --model-path {stages['target']['target']} --speculative-algorithm EAGLE3 \\\n"
           f"    --speculative-draft-model-path {best['drafter']} \\\n"

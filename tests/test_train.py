@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from common.cli import UserError
-from common.drafter import load_drafter
+from common.drafter import Drafter, drafter_config, load_drafter
 from common.target import open_target
+from common.target_model import TargetModel
 from tests import tiny
 from tests.scripts import call, shell
+from train_drafter import start_from_scratch
 
 FAST = ("--ttt-steps", 2, "--lr", 3e-3, "--batch-tokens", 200, "--epochs", 2)
 
@@ -133,6 +135,25 @@ def test_checkpoint_starts_from_its_weights_and_its_own_map(work, tmp_path):
     after, same_rows = load_drafter(tmp_path / "second")
     assert torch.equal(rows, same_rows)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(before.state_dict().values(), after.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "llava_tied"])
+def test_layer_starts_as_the_targets_last_one_where_that_fits(tmp_path, kind):
+    target = open_target(tiny.make_target(tmp_path, kind))
+    drafter = Drafter(drafter_config(target, 328, [2, 4, 5]))
+    start_from_scratch(drafter, target, None, "target")
+    model = TargetModel(target, [2, 4, 5], "float32").decoder
+    block, ours = model.layers[7], drafter.midlayer
+    x = torch.randn(3, 64)
+    fused = torch.cat([x, x], dim=1)  # both halves alike: then the halved copies add up to the target's own projection
+    assert torch.allclose(ours["self_attn"]["v_proj"](fused), block.self_attn.v_proj(x), atol=1e-5)
+    assert torch.allclose(ours["hidden_norm"](x), block.input_layernorm(x), atol=1e-4)  # Gemma multiplies by 1 + w
+    assert torch.allclose(drafter.norm(x), model.norm(x), atol=1e-4)
+    assert torch.equal(drafter.lm_head.weight, target.lm_head())
+    if kind == "gemma2":
+        assert torch.allclose(ours["post_attention_layernorm"](x), block.pre_feedforward_layernorm(x), atol=1e-4)
+    if kind == "mixtral":  # its experts fit nowhere
+        assert ours["mlp"]["up_proj"].weight.std() < 0.03
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

@@ -1,0 +1,128 @@
+"""The exported folder: what engines read from it, and what is refused when it is loaded."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.cli import UserError
+from common.drafter import Drafter, drafter_config, layer_ids, load_drafter, save_drafter
+from common.target import open_target
+from tests import tiny
+
+TENSORS = {"fc.weight", "norm.weight", "lm_head.weight", *(f"midlayer.{name}.weight" for name in (
+    "input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+    "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return open_target(tiny.make_target(tmp_path_factory.mktemp("target"), "qwen3"))
+
+
+def export(target, folder, rows=None, layers=(2, 4, 5)):
+    config = drafter_config(target, target.vocab_size if rows is None else len(rows), list(layers))
+    drafter = Drafter(config)
+    save_drafter(folder, drafter.state_dict(), config, rows)
+    return drafter
+
+
+def test_names_dtypes_and_map_of_both_vocabularies(target, tmp_path):
+    export(target, tmp_path / "full")
+    export(target, tmp_path / "reduced", torch.arange(10, 60))
+    full, reduced = load_file(tmp_path / "full" / "model.safetensors"), load_file(tmp_path / "reduced" / "model.safetensors")
+    assert full.keys() == TENSORS and reduced.keys() == TENSORS | {"d2t", "t2d"}
+    assert {tensor.dtype for name, tensor in full.items()} == {torch.bfloat16}
+    assert torch.equal(reduced["d2t"], torch.full((50,), 10)) and reduced["d2t"].dtype == torch.int64  # offsets, not ids
+    assert reduced["t2d"].dtype == torch.bool and reduced["t2d"].nonzero()[:, 0].tolist() == list(range(10, 60))
+    config = json.loads((tmp_path / "reduced" / "config.json").read_text())
+    assert config["draft_vocab_size"] == 50 and config["vocab_size"] == target.vocab_size == 328
+    assert config["num_hidden_layers"] == 1 and config["tie_word_embeddings"] is False and config["max_position_embeddings"] == 512
+    assert not {"num_experts", "quantization_config", "sliding_window", "norm_before_residual", "layer_types"} & config.keys()
+
+
+def test_reload_gives_the_same_logits(target, tmp_path):
+    saved = export(target, tmp_path / "out", torch.arange(0, 300, 3))
+    loaded, rows = load_drafter(tmp_path / "out")
+    assert rows.tolist() == list(range(0, 300, 3))
+    for (name, a), b in zip(saved.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(a.bfloat16().float(), b), name
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "default", "rope_theta": 5000.0},
+    {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 128},
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+])
+def test_rotary_settings_survive_export_in_both_spellings(tmp_path, rope):
+    """The inverse frequencies are the target's, also when a reader knows only one spelling."""
+    folder = tiny.make_target(tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = rope
+    (folder / "config.json").write_text(json.dumps(config))
+    target = open_target(folder)
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    wanted = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))
+    export(target, tmp_path / "out")
+    for dropped in (("rope_theta", "rope_scaling"), ("rope_parameters",)):
+        exported = json.loads((tmp_path / "out" / "config.json").read_text())
+        for key in dropped:
+            del exported[key]
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "config.json").write_text(json.dumps(exported))
+        save_file(load_file(tmp_path / "out" / "model.safetensors"), tmp_path / "other" / "model.safetensors")
+        drafter, _ = load_drafter(tmp_path / "other")
+        assert torch.allclose(drafter.inverse_frequencies, wanted.inv_freq, rtol=1e-6)
+        assert drafter.rope_factor == pytest.approx(wanted.attention_scaling)
+
+
+def test_gemma3_takes_the_global_rope(tmp_path):
+    target = open_target(tiny.make_target(tmp_path, "gemma3"))
+    assert drafter_config(target, 328, [2, 4, 5])["rope_theta"] == 1_000_000.0
+
+
+@pytest.mark.parametrize(("layers", "model_class", "top", "nested"), [
+    ([2, 15, 27], "LlamaForCausalLM", None, None),
+    ([5, 11, 21], "LlamaForCausalLM", [5, 11, 21], [4, 10, 20]),
+    ([5, 11, 21], "DeepseekV3ForCausalLM", [5, 11, 21], [5, 11, 21]),
+    ([2, 11, 21], "DeepseekV3ForCausalLM", [2, 11, 21], [1, 10, 20]),
+])
+def test_layer_ids_as_each_engine_reads_them(layers, model_class, top, nested):
+    """SGLang adds 1 to the nested ids: for DeepSeek-V3 style classes only if the first of them is 1."""
+    entries = layer_ids(layers, 30, model_class)
+    assert entries.get("eagle_aux_hidden_state_layer_ids") == top
+    assert entries.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids") == nested
+
+
+def test_a_layer_that_sglang_cannot_name_is_refused():
+    with pytest.raises(UserError, match="cannot be told to capture layer 1"):
+        layer_ids([1, 11, 21], 30, "DeepseekV3ForCausalLM")
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda t: t.pop("fc.weight"), r"fc.weight is missing"),
+    (lambda t: t.update({"model.extra.weight": torch.zeros(1)}), r"model.extra.weight is \(1,\), no such tensor is wanted"),
+    (lambda t: t.pop("d2t"), "no d2t and t2d"),
+    (lambda t: t.update(d2t=torch.arange(10, 60)), "absolute target ids"),
+    (lambda t: t["d2t"].__setitem__(3, 30), "not the same ascending ids"),
+])
+def test_broken_exports_are_refused(target, tmp_path, change, words):
+    export(target, tmp_path, torch.arange(10, 60))
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=words):
+        load_drafter(tmp_path)
+
+
+def test_a_full_drafter_with_a_map_is_refused(target, tmp_path):
+    export(target, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "d2t": torch.zeros(328, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="which vLLM refuses"):
+        load_drafter(tmp_path)
