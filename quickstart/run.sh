@@ -76,7 +76,7 @@ evaluate() {
   stage "$1" "$python" eval_speculative.py --target "$target" --drafter "$run/drafter-reduced" --drafter "$run/drafter-full" \
     --prompts quickstart/eval_prompts.jsonl --steps 3 --limit "$2" --max-new-tokens "$3" --dtype "$4"
 }
-evaluate identical 12 64 float32
-evaluate speed 12 96 bfloat16
+evaluate identical 12 48 float32
+evaluate speed 12 64 bfloat16
 
 "$python" -m quickstart.report "$run" | tee "$run/report.txt"
