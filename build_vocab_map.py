@@ -54,7 +54,9 @@ def main():
     }
     warnings = [warning for out, size in zip(outs, sizes, strict=True) if (warning := check_out(out, size, inputs, args.force))]
 
-    counted, heldout = count(shards, vocab_size)
+    counted, heldout = shards.supervised_counts(vocab_size)
+    if not counted.any():
+        raise UserError(f"{args.shards} holds no supervised token outside the held-out samples: there is nothing to count")
     forced, missing = forced_ids(shards.manifest["special_ids"], vocab_size)
     for sentence in warnings + missing:
         say(f"warning: {sentence}")
@@ -122,20 +124,6 @@ def check_out(out, size, inputs, force):
                 raise UserError(f"{message}; give another folder, or --force to replace it")
             return f"{message}; replaced by --force"
     return None
-
-
-def count(shards, vocab_size):
-    """Occurrences int64 [V] of each id among the supervised tokens: of the samples to train on, and of the held-out ones."""
-    counted, heldout = np.zeros(vocab_size, dtype=np.int64), np.zeros(vocab_size, dtype=np.int64)
-    for ids, aside in shards.supervised_ids():
-        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-            raise UserError(f"{shards.folder} holds token id {ids.min() if ids.min() < 0 else ids.max()}, the target's are "
-                            f"0..{vocab_size - 1}: extract again")
-        counted += np.bincount(ids[~aside], minlength=vocab_size)
-        heldout += np.bincount(ids[aside], minlength=vocab_size)
-    if not counted.any():
-        raise UserError(f"{shards.folder} holds no supervised token outside the held-out samples: there is nothing to count")
-    return counted, heldout
 
 
 def forced_ids(special, vocab_size):

@@ -117,8 +117,7 @@ def main():
 
     for warning in filter(None, warnings):
         say(f"warning: {warning}")
-    counts = supervised_counts(shards, target.vocab_size)
-    covered = 1.0 if map_rows is None else coverage(counts, map_rows.numpy())
+    covered = 1.0 if map_rows is None else coverage(shards.supervised_counts(target.vocab_size)[0], map_rows.numpy())
     unseen = (map_facts or {}).get("coverage_heldout")
     layer_parameters = sum(p.numel() for name, p in drafter.named_parameters() if name != "lm_head.weight")
     head_parameters = draft_vocab * target.hidden_size
@@ -142,9 +141,11 @@ def main():
         "eval_every": every, "mixed_precision": accelerator.mixed_precision, "data_sha256": shards.manifest["data_sha256"],
         "target_sha256": facts["tensors_sha256"], "map_sha256": None if map_rows is None else map_sha256(rows_to_d2t(map_rows.numpy())),
     }
-    if accelerator.is_main_process:
-        open_run(out, settings, args.resume)
+    check_run(out, finite(settings), args.resume)
     accelerator.wait_for_everyone()
+    if accelerator.is_main_process and not (out / "run.json").exists():
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "run.json", finite(settings))
     if args.log_with:
         accelerator.init_trackers("eagle3", config=finite({key: value for key, value in settings.items() if value is not None}))
 
@@ -272,7 +273,8 @@ def main():
     if args.log_with:
         accelerator.end_training()
     best = progress["best"]
-    say(f"best: accept length {best['accept_length']} at step {best['step']}; the drafter is {out}")
+    length = best["accept_length"]
+    say(f"{out} is the drafter of step {best['step']}, " + (f"held-out accept length {length:.3f}" if length else "no sample was held out"))
     return {
         "steps": progress["step"], "epochs": args.epochs, "tokens": progress["tokens"], "loss": progress["loss"],
         "accept_length": best["accept_length"], "acceptance": best["acceptance"], "best_step": best["step"],
@@ -380,14 +382,6 @@ def start_from_scratch(drafter, target, map_rows, init_layer):
         drafter.lm_head.weight.copy_(head if map_rows is None else head[map_rows])
 
 
-def supervised_counts(shards, vocab_size):
-    """int64 [V]: how often each id is supervised outside of the held-out samples."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for ids, heldout in shards.supervised_ids():
-        counts += np.bincount(ids[~heldout], minlength=vocab_size)
-    return counts
-
-
 def plan_steps(index, samples, args):
     """The samples of every optimizer step: a list of (epoch, int64 [n]). It depends on the seed and the data alone."""
     plan = []
@@ -421,24 +415,23 @@ def schedule(step, steps, warmup):
     return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
 
 
-def open_run(out, settings, resume):
-    """Make the run's folder, or refuse one that holds another run."""
-    out.mkdir(parents=True, exist_ok=True)
-    record = finite(settings)
+def check_run(out, settings, resume):
+    """Refuse a folder that holds another run, or this one without --resume."""
     if not (out / "run.json").exists():
-        write_json(out / "run.json", record)
         return
     if not resume:
         raise UserError(f"--out {out} holds an earlier run; add --resume to go on with it, or give another folder")
     before = read_json(out / "run.json")
-    for key in record:
-        if before.get(key) != record[key]:
-            raise UserError(f"--resume: {key} is {record[key]} now and was {before.get(key)} when the run in {out} began; give the same "
+    for key in settings:
+        if before.get(key) != settings[key]:
+            raise UserError(f"--resume: {key} is {settings[key]} now and was {before.get(key)} when the run in {out} began; give the same "
                             f"arguments, or another --out")
 
 
 def checkpoints(out):
-    return sorted((out / "checkpoints").glob("step-[0-9]*"))
+    """This run's checkpoints by step, oldest first, without any that somebody has taken files from."""
+    files = ("config.json", "model.safetensors", "state/weights.safetensors", "state/optimizer.safetensors", "state/progress.json")
+    return [folder for folder in sorted((out / "checkpoints").glob("step-[0-9]*")) if all((folder / file).exists() for file in files)]
 
 
 def save_checkpoint(out, export, drafter, optimizer, parameters, progress, keep):

@@ -53,7 +53,7 @@ def run(main):
             print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on from what is on disk")
+        say("interrupted; the same command goes on from what is on disk (train_drafter.py: with --resume)")
         sys.exit(130)
     summary, code = result if isinstance(result, tuple) else (result, 0)
     if RANK == 0:

@@ -98,13 +98,23 @@ class Shards:
         file = self.files[shard]
         return {name: file.get_slice(name)[first : first + length] for name in names}
 
-    def supervised_ids(self):
-        """For every shard, (ids int32 [n], heldout bool [n]) of its supervised tokens."""
+    def supervised_counts(self, vocab_size):
+        """How often each id is supervised: (int64 [V] in the samples to train on, int64 [V] in the held-out ones).
+
+        Raises UserError for an id that the target does not have.
+        """
+        counted, heldout = np.zeros(vocab_size, dtype=np.int64), np.zeros(vocab_size, dtype=np.int64)
         for file in self.files:
             keep = file.get_tensor("loss_mask").numpy().astype(bool)
             lengths = np.diff(file.get_tensor("cu_seqlens").numpy())
-            heldout = np.repeat(file.get_tensor("heldout").numpy().astype(bool), lengths)
-            yield file.get_tensor("input_ids").numpy()[keep], heldout[keep]
+            aside = np.repeat(file.get_tensor("heldout").numpy().astype(bool), lengths)[keep]
+            ids = file.get_tensor("input_ids").numpy()[keep]
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+                raise UserError(f"{self.folder} holds token id {ids.min() if ids.min() < 0 else ids.max()}, the target's are "
+                                f"0..{vocab_size - 1}: extract again")
+            counted += np.bincount(ids[~aside], minlength=vocab_size)
+            heldout += np.bincount(ids[aside], minlength=vocab_size)
+        return counted, heldout
 
 
 def read_manifest(folder):

@@ -12,6 +12,8 @@ from common.files import read_json, sha256_file, sha256_json, sha256_tensors
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "embed_in.weight",
                    "embeddings.weight")
 OTHER_PARTS = ("vision", "visual", "audio", "image", "mtp", "nextn", "draft", "per_layer", "talker", "codec")
+USUAL_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+               "max_position_embeddings", "head_dim")
 VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "architectures")
 
 
@@ -76,7 +78,11 @@ def open_target(name, revision=None, trust_remote_code=False):
     raw = read_json(folder / "config.json")
     config = load_config(folder, trust_remote_code)
     text_config = config.get_text_config(decoder=True)
-    text = text_config.to_dict()
+    # some families spell these otherwise in their file (GPT-2: n_layer); the config object answers to the usual names
+    text = {key: getattr(text_config, key) for key in USUAL_NAMES if hasattr(text_config, key)} | text_config.to_dict()
+    for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
+        if not isinstance(text.get(key), int):
+            raise UserError(f"{folder}: its config states no {key}; it is no decoder-only model that can be used here")
     weights = _weight_files(folder)
     embedding_name = _find(weights, EMBEDDING_NAMES)
     if embedding_name is None:

@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 TEXT = ["How many apples does Ann have if she buys 3 and eats 1? She has 3 - 1 = 2 apples.", "user assistant system\n",
         "The quick brown fox jumps over the lazy dog, 0123456789 times; then it sleeps."] * 3
 
-KINDS = ("llama", "llama_tied", "qwen3", "gemma2", "gemma3", "mixtral", "llava", "llava_tied")
+KINDS = ("llama", "llama_tied", "qwen3", "gemma2", "gemma3", "mixtral", "llava", "llava_tied", "gpt2")
 
 
 def save_tokenizer(folder, chat_template=CHAT_TEMPLATE):
@@ -53,7 +53,7 @@ def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_tem
         model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape, head_dim=16, sliding_window=8))
     elif kind == "mixtral":
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape, num_local_experts=4))
-    elif kind in ("llava", "llava_tied"):
+    elif kind in ("llava", "llava_tied", "gpt2"):
         text = transformers.LlamaConfig(**shape, tie_word_embeddings=tied)
         vision = transformers.CLIPVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                                                image_size=8, patch_size=4)
