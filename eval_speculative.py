@@ -302,7 +302,7 @@ def report(summary):
     say(f"{'':32} {'vocab':>7} {'accept':>7} {depths} {'tok/s':>7} {'speed-up':>8} {'draft ms':>8} {'verify ms':>9}  identical")
     for entry in summary["drafters"]:
         say(table_line(entry["drafter"][-32:], entry["draft_vocab"], entry))
-        for name, part in entry.get("categories", {}).items():
+        for name, part in entry["categories"].items() if len(entry.get("categories", {})) > 1 else ():
             say(table_line(f"  {name}"[:32], "", part))
     for entry in summary["drafters"]:
         if difference := entry["first_difference"]:

@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from common.cli import Parser, Progress, UserError, finite, positive_int, run, say
+from common.cli import Parser, Progress, UserError, finite, human_bytes, positive_int, run, say
 from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
 from common.files import check_output_folder, read_json, replace_file, replace_folder, write_json
 from common.shards import Shards
@@ -47,13 +47,15 @@ def parse_args():
     add("--checkpoint", help="drafter folder for --init checkpoint")
     add("--ttt-steps", type=positive_int, default=7, help="depth of training-time test; default 7, as in EAGLE-3. 3 costs less than half "
         "and is enough when serving drafts 3 tokens")
-    add("--epochs", type=positive_int, default=2, help="default 2")
+    add("--epochs", type=positive_int, default=2, help="passes over the samples; default 2: on few samples the "
+        "held-out accept length still grows in the second")
     add("--max-steps", type=positive_int, help="stop after so many optimizer steps; default: all epochs")
     add("--lr", type=float, default=4e-4, help="peak learning rate; default 4e-4")
     add("--warmup", type=float, default=0.03, help="share of the steps with a rising rate, then cosine to zero; default 0.03")
     add("--weight-decay", type=float, default=0.0, help="default 0, as the runs are short")
     add("--max-grad-norm", type=float, default=0.5, help="gradients are scaled down to this norm; default 0.5, as in EAGLE")
-    add("--depth-decay", type=float, default=0.8, help="weight of depth k in the loss is this to the power k; default 0.8")
+    add("--depth-decay", type=float, default=0.8, help="the loss is the sum of the depths' cross entropies, depth k times this to the power "
+        "k; default 0.8, as in EAGLE-3")
     add("--batch-tokens", type=positive_int, default=8192, help="tokens per optimizer step over all processes and accumulation steps; "
         "default 8192. Small data wants many small steps (512 for a few hundred conversations)")
     add("--gradient-accumulation-steps", type=positive_int, default=1, help="default 1; more saves memory and changes nothing else")
@@ -62,7 +64,7 @@ def parse_args():
     add("--mixed-precision", choices=["no", "bf16"], help="default: what accelerate's configuration says, else no. bf16 computes in "
         "bfloat16; weights and moments stay float32")
     add("--eval-shards", help="measure on all samples of this folder; default: the samples of --shards that were set aside")
-    add("--eval-every", type=positive_int, help="steps between measurements of the held-out accept length; default: 10 in a run")
+    add("--eval-every", type=positive_int, help="steps between measurements of the held-out accept length; default: a tenth of the run")
     add("--eval-samples", type=positive_int, default=256, help="at most so many held-out samples; default 256")
     add("--eval-steps", type=positive_int, default=3, help="drafts per verification in the simulated accept length; default 3")
     add("--save-every", type=positive_int, help="steps between checkpoints to resume from; default: as --eval-every")
@@ -126,9 +128,12 @@ def main():
         f"supervised tokens that are trained on{f' and {unseen:.2%} of the held-out ones' if unseen else ''}")
     say(f"training {trainable / 1e6:.1f} M parameters (the embedding is the target's, frozen) for {len(plan)} steps of about "
         f"{args.batch_tokens} tokens, depth {args.ttt_steps}, {len(train_samples)} samples, {len(eval_samples)} held out")
+    if len(plan) < 100:
+        say(f"warning: {len(plan)} steps are few; a smaller --batch-tokens or more --epochs gives more")
     if args.dry_run:
         state = trainable * 4 * 4 + (target.vocab_size + draft_vocab) * target.hidden_size * 4
-        return {"steps": len(plan), "epochs": args.epochs, "tokens": int(sum(shards.index[part, 2].sum() for _, part in plan)),
+        say(f"weights, gradients, moments, embedding and teacher need about {human_bytes(state)} in each process, the batches beside them")
+        return {"steps": len(plan), "epochs": plan[-1][0] + 1, "tokens": int(sum(shards.index[part, 2].sum() for _, part in plan)),
                 "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "memory_bytes": state, "dry_run": True,
                 "out": str(out)}
 
@@ -212,6 +217,11 @@ def main():
             batches[0]["loss_mask"].zero_()
         return batches
 
+    if args.init == "checkpoint" and not progress["step"]:
+        progress["last"] = measure()
+        log({**progress["last"], "heldout": True})
+        length = progress["last"]["accept_length"]
+        say(f"the checkpoint starts at a held-out accept length of {'(not measured)' if length is None else f'{length:.3f}'}")
     bar = Progress(len(plan), "steps", "train")
     bar.update(progress["step"])
     loader = ThreadPoolExecutor(1)
@@ -260,7 +270,7 @@ def main():
             log({**progress["last"], "heldout": True})
             length = progress["last"]["accept_length"]
             say(f"step {step + 1}: loss {figures[0]:.3f}, held-out accept length {'not measured' if length is None else f'{length:.3f}'}")
-            if length is None or best is None or length > best:
+            if length is None or best is None or length >= best:  # of equals the later, which has learnt more
                 progress["best"] = progress["last"]
                 if accelerator.is_main_process:
                     export(out)
@@ -276,7 +286,7 @@ def main():
     length = best["accept_length"]
     say(f"{out} is the drafter of step {best['step']}, " + (f"held-out accept length {length:.3f}" if length else "no sample was held out"))
     return {
-        "steps": progress["step"], "epochs": args.epochs, "tokens": progress["tokens"], "loss": progress["loss"],
+        "steps": progress["step"], "epochs": plan[-1][0] + 1, "tokens": progress["tokens"], "loss": progress["loss"],
         "accept_length": best["accept_length"], "acceptance": best["acceptance"], "best_step": best["step"],
         "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "coverage": covered,
         "tokens_per_second": progress["tokens"] / max(progress["seconds"], 1e-9), "seconds": progress["seconds"],

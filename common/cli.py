@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -23,6 +24,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, doc):
         super().__init__(description=doc, formatter_class=_Help, allow_abbrev=False)
 
+    def add_argument(self, *names, **settings):
+        if settings.get("type") in (int, float, positive_int):
+            settings.setdefault("metavar", "X" if settings["type"] is float else "N")
+        return super().add_argument(*names, **settings)
+
     def error(self, message):
         raise UserError(f"{message}; --help lists the arguments")
 
@@ -31,7 +37,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action):
         if "default" in action.help or action.required or action.default in (argparse.SUPPRESS, {}):
             return action.help
-        return f"{action.help}; default {'no' if action.default in (None, False) else '%(default)s'}"
+        default = "none" if action.default is None else "off" if action.default is False else "%(default)s"
+        return f"{action.help}; default {default}"
 
 
 def run(main):
@@ -58,7 +65,8 @@ def run(main):
     summary, code = result if isinstance(result, tuple) else (result, 0)
     if RANK == 0:
         line = json.dumps(finite(summary), ensure_ascii=False) + "\n"
-        os.write(stdout, line.encode())
+        with suppress(BrokenPipeError):  # whoever was to read it has gone; the work is done
+            os.write(stdout, line.encode())
     sys.exit(code)
 
 
@@ -104,7 +112,8 @@ class Progress:
         rate = self.done / max(now - self.start, 1e-9)
         left = f", {max(self.total - self.done, 0) / max(rate, 1e-9):.0f} s left" if self.total else ""
         of = f"/{self.total}" if self.total else ""
-        say(f"{self.title}: {self.done}{of} {self.unit}, {rate:.1f} {self.unit}/s{left}{', ' + note if note else ''}")
+        speed = f"{rate:.1f} {self.unit}/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.1f} s each"
+        say(f"{self.title}: {self.done}{of} {self.unit}, {speed}{left}{', ' + note if note else ''}")
 
     def close(self):
         self.bar.close()

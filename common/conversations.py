@@ -10,6 +10,8 @@ from common.files import sha256_json
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
          "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool", "observation": "tool", "ipython": "tool"}
 
+KINDS = ("messages", "conversations", "turns", "prompt", "text", "input_ids")
+
 
 class Skip(Exception):
     """A row that gives no sample. `reason` is counted, the message says more."""
@@ -60,9 +62,9 @@ def parse_row(row, system=None, regenerate=False):
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Skip("malformed", "half a surrogate pair, which is no text") from None
-    kind = next((name for name in ("messages", "conversations", "turns", "prompt", "text", "input_ids") if row.get(name) is not None), None)
+    kind = next((name for name in KINDS if row.get(name) is not None), None)
     if kind is None:
-        raise Skip("empty")
+        raise Skip("no known key", f"none of {', '.join(KINDS)} in it")
     value = row[kind]
     if kind in ("text", "input_ids"):
         if regenerate:

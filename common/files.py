@@ -8,6 +8,9 @@ from pathlib import Path
 
 from common.cli import UserError
 
+UMASK = os.umask(0o022)
+os.umask(UMASK)
+
 
 def replace_file(path, write):
     """`write(temporary path)`, flush it to disk, then rename it to `path`."""
@@ -15,6 +18,7 @@ def replace_file(path, write):
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         write(temporary)
+        os.chmod(temporary, 0o666 & ~UMASK)  # safetensors leaves files that only their owner can read
         with open(temporary, "rb+") as handle:
             os.fsync(handle.fileno())
         os.replace(temporary, path)

@@ -7,10 +7,12 @@
 # stages are not repeated. To start over: rm -r quickstart/run
 #
 # QUICKSTART_PYTHON=/path/to/python   use this interpreter as it is, make no .venv and install nothing
-# QUICKSTART_LIMIT=40                 only so many training prompts, for a quick try of the machinery; the drafters will be poor
+# QUICKSTART_LIMIT=40                 only so many training prompts and 3 for evaluation, in quickstart/run-40: a quick try of the
+#                                     machinery; the drafters will be poor
 set -euo pipefail
 cd "$(dirname "$0")/.."
-run=quickstart/run
+limit=${QUICKSTART_LIMIT:-}
+run=quickstart/run${limit:+-$limit}
 target=$run/target
 draft_vocab=32000
 mkdir -p "$run"
@@ -45,7 +47,7 @@ stage() {
   "$@" > "$run/$name.json.part" || status=$?
   echo $((SECONDS - start)) >> "$run/$name.seconds"
   if [ "$status" != 0 ]; then
-    echo "== $name stopped with exit code $status; bash quickstart/run.sh goes on from here" >&2
+    echo "== $name stopped with exit code $status; ${limit:+QUICKSTART_LIMIT=$limit }bash quickstart/run.sh goes on from here" >&2
     exit "$status"
   fi
   mv "$run/$name.json.part" "$run/$name.json"
@@ -63,7 +65,7 @@ stage target "$python" -m quickstart.get_target "$target"
 
 # The target answers the questions greedily, and its hidden states are kept.
 stage extract "$python" extract_hidden_states.py --target "$target" --data quickstart/train_prompts.jsonl --out "$run/shards" \
-  --regenerate --temperature 0 --max-new-tokens 256 ${QUICKSTART_LIMIT:+--limit "$QUICKSTART_LIMIT"}
+  --regenerate --temperature 0 --max-new-tokens 256 --block-lines 240 ${limit:+--limit "$limit"}
 
 stage vocab-map "$python" build_vocab_map.py --shards "$run/shards" --draft-vocab "$draft_vocab" --out "$run/vocab-map"
 
@@ -76,7 +78,9 @@ evaluate() {
   stage "$1" "$python" eval_speculative.py --target "$target" --drafter "$run/drafter-reduced" --drafter "$run/drafter-full" \
     --prompts quickstart/eval_prompts.jsonl --steps 3 --limit "$2" --max-new-tokens "$3" --dtype "$4"
 }
-evaluate identical 12 48 float32
-evaluate speed 12 64 bfloat16
+questions=12
+[ -z "$limit" ] || questions=3
+evaluate identical "$questions" 48 float32
+evaluate speed "$questions" 64 bfloat16
 
 "$python" -m quickstart.report "$run" | tee "$run/report.txt"

@@ -146,7 +146,7 @@ def test_kinds_of_rows(row, count):
 
 
 BAD_ROWS = [
-    ({}, "empty"),
+    ({}, "no known key"),
     ({"messages": []}, "empty"),
     ({"messages": [{"role": "user", "content": " "}, CHAT[2]]}, "empty"),
     ({"text": " \n"}, "empty"),
