@@ -50,7 +50,7 @@ def main():
     inputs = {
         "tokenizer_sha256": shards.manifest["tokenizer_sha256"],
         "target": {key: target[key] for key in ("name", "tensors_sha256", "text_config_sha256", "vocab_size", "hidden_size")},
-        "data_sha256": shards.manifest["data_sha256"],
+        "data_sha256": shards.manifest["data_sha256"], "shards_sha256": shards.sha256,
     }
     warnings = [warning for out, size in zip(outs, sizes, strict=True) if (warning := check_out(out, size, inputs, args.force))]
 
@@ -116,8 +116,8 @@ def check_out(out, size, inputs, force):
     if extra:
         raise UserError(f"--out {out} holds {extra[0]} beside a map, and replacing the map would delete it; give another folder")
     old = read_json(out / MAP_FILE)
-    for key, found, wanted in (("size", old.get("draft_vocab"), size), ("data hash", old.get("data_sha256"), inputs["data_sha256"]),
-                               ("target hash", old.get("target", {}).get("tensors_sha256"), inputs["target"]["tensors_sha256"])):
+    for key, found, wanted in (("size", old.get("draft_vocab"), size), ("shards hash", old.get("shards_sha256"), inputs["shards_sha256"]),
+                               ("target hash", (old.get("target") or {}).get("tensors_sha256"), inputs["target"]["tensors_sha256"])):
         if found != wanted:
             message = f"--out {out} holds a map of another {key} ({found} there, {wanted} here)"
             if not force:

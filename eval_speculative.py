@@ -58,9 +58,9 @@ def parse_arguments():
                         f"give --draft-tokens {args.steps + 1}, or leave it out")
     if args.temperature != 0:
         raise UserError(f"--temperature {args.temperature:g}: only greedy decoding can be measured here; give --temperature 0")
-    if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
-        fault = "is a folder" if args.out.is_dir() else "lies in a folder that does not exist"
-        raise UserError(f"--out {args.out} {fault}; give the name of a file in a folder that does")
+    if args.out and (args.out.exists() or not args.out.parent.is_dir()):
+        fault = "is there already" if args.out.exists() else "lies in a folder that does not exist"
+        raise UserError(f"--out {args.out} {fault}; give the name of a new file in a folder that does exist")
     return args
 
 
@@ -171,8 +171,11 @@ def check_drafters(args, target, tokenizer, configs):
             warnings.append(f"--force: {warning}")
         for key, value in ours.items():
             if trained.get(key, value) != value:
-                warnings.append(f"{folder} was trained with another {key.removesuffix('_sha256').replace('_', ' ')}: hash "
-                                f"{str(trained[key])[:12]} there, {str(value)[:12]} here")
+                warning = (f"{folder} was trained with another {key.removesuffix('_sha256').replace('_', ' ')}: hash "
+                           f"{str(trained[key])[:12]} there, {str(value)[:12]} here")
+                if key == "tokenizer_sha256" and not args.force:
+                    raise UserError(f"{warning}; use that tokenizer (--force goes on all the same)")
+                warnings.append(warning)
     for warning in warnings:
         say(f"warning: {warning}")
     return warnings

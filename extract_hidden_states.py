@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections import Counter
 from pathlib import Path
 
@@ -71,9 +72,13 @@ def parse_args():
 
 
 def json_object(text):
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
-        raise ValueError
+        raise ArgumentTypeError(f"{text} is no JSON object like {{\"enable_thinking\": false}}")
     return value
 
 
@@ -135,6 +140,9 @@ def main():
     check_space(args, conversations, {*missing}, block_lines, row_bytes)
     if missing:
         extract(manifest, missing, conversations, skipped, renderer, target, layers, args)
+    if not manifest["shards"]:
+        raise UserError(f"none of the samples could be kept ({count_text(Counter(sum_up(manifest)['skipped']))}); there is nothing to "
+                        f"train on")
     manifest["complete"] = True
     save(manifest, args.out)
     done, seconds = manifest["done"], time.monotonic() - started

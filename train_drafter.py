@@ -8,25 +8,24 @@ checkpoints/step-NNNNNN, each of them a drafter too, with the training state in 
 
 import json
 import math
-import os
-import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
 
-from common.cli import Parser, Progress, UserError, finite, human_bytes, positive_int, run, say
+from common.checkpoint import check_run, load_checkpoint, lock_run, save_checkpoint
+from common.cli import Parser, Progress, UserError, finite, human_bytes, in_range, positive_int, run, say
 from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
-from common.files import check_output_folder, read_json, replace_file, replace_folder, write_json
+from common.files import check_output_folder, sha256_file, write_json
 from common.shards import Shards
-from common.target import check_same_target, open_target
+from common.target import check_same_target, open_target, tokenizer_sha256
 from common.training import Teacher, TrainStep, accept_figures, draft_hits, make_batch, simulate
 from common.vocab import check_size, coverage, load_map, map_sha256, rows_to_d2t
 
@@ -50,12 +49,13 @@ def parse_args():
     add("--epochs", type=positive_int, default=2, help="passes over the samples; default 2: on few samples the "
         "held-out accept length still grows in the second")
     add("--max-steps", type=positive_int, help="stop after so many optimizer steps; default: all epochs")
-    add("--lr", type=float, default=4e-4, help="peak learning rate; default 4e-4")
-    add("--warmup", type=float, default=0.03, help="share of the steps with a rising rate, then cosine to zero; default 0.03")
-    add("--weight-decay", type=float, default=0.0, help="default 0, as the runs are short")
-    add("--max-grad-norm", type=float, default=0.5, help="gradients are scaled down to this norm; default 0.5, as in EAGLE")
-    add("--depth-decay", type=float, default=0.8, help="the loss is the sum of the depths' cross entropies, depth k times this to the power "
-        "k; default 0.8, as in EAGLE-3")
+    add("--lr", type=in_range(0), default=4e-4, help="peak learning rate; default 4e-4")
+    add("--warmup", type=in_range(0, 1, low_too=True), default=0.03, help="share of the steps with a rising rate, "
+        "then cosine to zero; default 0.03")
+    add("--weight-decay", type=in_range(0, low_too=True), default=0.0, help="default 0, as the runs are short")
+    add("--max-grad-norm", type=in_range(0), default=0.5, help="gradients are scaled down to this norm; default 0.5, as in EAGLE")
+    add("--depth-decay", type=in_range(0), default=0.8, help="the loss is the sum of the depths' cross entropies, depth k times "
+        "this to the power k; default 0.8, as in EAGLE-3")
     add("--batch-tokens", type=positive_int, default=8192, help="tokens per optimizer step over all processes and accumulation steps; "
         "default 8192. Small data wants many small steps (512 for a few hundred conversations)")
     add("--gradient-accumulation-steps", type=positive_int, default=1, help="default 1; more saves memory and changes nothing else")
@@ -70,7 +70,7 @@ def parse_args():
     add("--save-every", type=positive_int, help="steps between checkpoints to resume from; default: as --eval-every")
     add("--keep", type=positive_int, default=2, help="how many of this run's last checkpoints stay; default 2")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, if there is one")
-    add("--seed", type=int, default=0, help="order of the samples and first weights; default 0")
+    add("--seed", type=int, default=0, help="of the order of the samples and the first weights; default 0")
     add("--log-with", choices=["tensorboard", "wandb", "trackio", "all"], help="also log to this tracker; metrics.jsonl is always written")
     add("--dry-run", action="store_true", help="print what would be trained and what it costs, and stop")
     add("--revision", help="hub revision of --target")
@@ -83,6 +83,10 @@ def main():
     args = parse_args()
     if args.init == "checkpoint" and not args.checkpoint:
         raise UserError("--init checkpoint needs --checkpoint, the folder of the drafter to start from")
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed} is negative; 0 or more is wanted")
+    if args.log_with not in (None, "all") and not find_spec(args.log_with):
+        raise UserError(f"--log-with {args.log_with}: it is not installed; pip install {args.log_with}")
     if args.init == "scratch" and args.checkpoint:
         raise UserError("--checkpoint goes with --init checkpoint; with --init scratch nothing is read from it")
     out = Path(args.out)
@@ -92,6 +96,9 @@ def main():
     target = open_target(args.target, args.revision, args.trust_remote_code)
     facts = target.facts()
     warnings = [check_same_target(part.manifest["target"], facts, "these shards were", args.force) for part in {shards, evaluation}]
+    warnings += [f"{part.folder} was gone on with by force although these had changed: {', '.join(part.manifest['forced'])}"
+                 for part in {shards, evaluation} if part.manifest.get("forced")]
+    check_tokenizer(tokenizer_sha256(target.folder), shards, f"the tokenizer of {args.target}", args.force, warnings)
     if evaluation.manifest["layers"] != shards.manifest["layers"]:
         raise UserError(f"--eval-shards holds layers {evaluation.manifest['layers']}, --shards {shards.manifest['layers']}; extract alike")
     layers = shards.manifest["layers"]
@@ -143,14 +150,18 @@ def main():
     settings = {
         **{key: value for key, value in vars(args).items() if key not in ("out", "resume", "dry_run", "log_with", "keep", "save_every",
                                                                            "target", "shards", "eval_shards", "vocab_map", "checkpoint")},
-        "eval_every": every, "mixed_precision": accelerator.mixed_precision, "data_sha256": shards.manifest["data_sha256"],
+        "eval_every": every, "mixed_precision": accelerator.mixed_precision, "shards_sha256": shards.sha256,
+        "eval_shards_sha256": evaluation.sha256 if args.eval_shards else None,
+        "checkpoint_sha256": sha256_file(Path(args.checkpoint) / "model.safetensors") if args.checkpoint else None,
         "target_sha256": facts["tensors_sha256"], "map_sha256": None if map_rows is None else map_sha256(rows_to_d2t(map_rows.numpy())),
     }
     check_run(out, finite(settings), args.resume)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process and not (out / "run.json").exists():
+    if accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "run.json", finite(settings))
+        lock = lock_run(out)  # held as long as it is open
+        if not (out / "run.json").exists():
+            write_json(out / "run.json", finite(settings))
     if args.log_with:
         accelerator.init_trackers("eagle3", config=finite({key: value for key, value in settings.items() if value is not None}))
 
@@ -280,6 +291,10 @@ def main():
     bar.close()
     loader.shutdown()
     accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        lock.close()
+    if not (out / "model.safetensors").exists():
+        raise UserError(f"{out} has lost its model.safetensors since it was trained; copy that of one of its checkpoints there")
     if args.log_with:
         accelerator.end_training()
     best = progress["best"]
@@ -318,14 +333,20 @@ def scratch_map(args, draft_vocab, facts, shards, warnings):
     rows, map_facts = load_map(args.vocab_map)
     if len(rows) != draft_vocab:
         raise UserError(f"--vocab-map {args.vocab_map} has {len(rows)} rows, --draft-vocab says {draft_vocab}; name the map of that size")
-    warnings.append(check_same_target(map_facts.get("target", {}), facts, f"the map {args.vocab_map} was", args.force))
-    if map_facts.get("tokenizer_sha256") != shards.manifest["tokenizer_sha256"]:
-        message = (f"the map {args.vocab_map} was made for tokenizer {str(map_facts.get('tokenizer_sha256'))[:12]}, these shards for "
-                   f"{shards.manifest['tokenizer_sha256'][:12]}")
-        if not args.force:
-            raise UserError(f"{message}; make the map from these shards (--force goes on all the same)")
-        warnings.append(message)
+    warnings.append(check_same_target(map_facts.get("target") or {}, facts, f"the map {args.vocab_map} was", args.force))
+    check_tokenizer(map_facts.get("tokenizer_sha256"), shards, f"the tokenizer of the map {args.vocab_map}", args.force, warnings)
     return torch.from_numpy(rows), map_facts
+
+
+def check_tokenizer(found, shards, what, force, warnings):
+    """Refuse, or add a warning if forced, when `found`, the hash of `what`, is not that of the tokenizer the shards were made with."""
+    wanted = shards.manifest["tokenizer_sha256"]
+    if found == wanted:
+        return
+    message = f"{what} has hash {str(found)[:12]}, these shards were made with {wanted[:12]}"
+    if not force:
+        raise UserError(f"{message}; use the tokenizer, shards and map that belong together (--force goes on all the same)")
+    warnings.append(message)
 
 
 def start_from_checkpoint(args, draft_vocab, target, layers, warnings, facts):
@@ -423,69 +444,6 @@ def schedule(step, steps, warmup):
     if step < rising:
         return (step + 1) / rising
     return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
-
-
-def check_run(out, settings, resume):
-    """Refuse a folder that holds another run, or this one without --resume."""
-    if not (out / "run.json").exists():
-        return
-    if not resume:
-        raise UserError(f"--out {out} holds an earlier run; add --resume to go on with it, or give another folder")
-    before = read_json(out / "run.json")
-    for key in settings:
-        if before.get(key) != settings[key]:
-            raise UserError(f"--resume: {key} is {settings[key]} now and was {before.get(key)} when the run in {out} began; give the same "
-                            f"arguments, or another --out")
-
-
-def checkpoints(out):
-    """This run's checkpoints by step, oldest first, without any that somebody has taken files from."""
-    files = ("config.json", "model.safetensors", "state/weights.safetensors", "state/optimizer.safetensors", "state/progress.json")
-    return [folder for folder in sorted((out / "checkpoints").glob("step-[0-9]*")) if all((folder / file).exists() for file in files)]
-
-
-def save_checkpoint(out, export, drafter, optimizer, parameters, progress, keep):
-    """checkpoints/step-NNNNNN: the drafter as served, and in state/ the float32 weights, moments and counters. Whole or absent."""
-    def fill(folder):
-        export(folder)
-        state = folder / "state"
-        state.mkdir()
-        moments = {}
-        for name, parameter in parameters.items():
-            for key, value in optimizer.state[parameter].items():
-                moments[f"{key}/{name}"] = value.detach().cpu().contiguous()
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-        replace_file(state / "weights.safetensors", lambda path: save_file(weights, path))
-        replace_file(state / "optimizer.safetensors", lambda path: save_file(moments, path))
-        write_json(state / "progress.json", progress)
-
-    (out / "checkpoints").mkdir(exist_ok=True)
-    folder = out / "checkpoints" / f"step-{progress['step']:06d}"
-    if not folder.exists():
-        replace_folder(folder, fill)
-    for old in checkpoints(out)[:-keep]:
-        shutil.rmtree(old)
-
-
-def load_checkpoint(out, drafter, optimizer, parameters, fresh):
-    """Weights, moments and counters of the last checkpoint; `fresh` where there is none. Lines logged after it are dropped."""
-    found = checkpoints(out)
-    progress = read_json(found[-1] / "state" / "progress.json") if found else fresh
-    if found:
-        state = found[-1] / "state"
-        drafter.load_state_dict(load_file(state / "weights.safetensors"))
-        moments = load_file(state / "optimizer.safetensors")
-        for name, parameter in parameters.items():
-            optimizer.state[parameter] = {
-                key: moments[f"{key}/{name}"].to("cpu" if key == "step" and not parameter.is_cuda else parameter.device)
-                for key in ("step", "exp_avg", "exp_avg_sq")
-            }
-        say(f"going on after step {progress['step']} of {found[-1]}")
-    metrics = out / "metrics.jsonl"
-    if metrics.exists() and int(os.environ.get("RANK", "0")) == 0:
-        lines = [line for line in metrics.read_text(encoding="utf-8").split("\n")[:-1] if json.loads(line)["step"] <= progress["step"]]
-        replace_file(metrics, lambda path: path.write_text("".join(line + "\n" for line in lines), encoding="utf-8"))
-    return progress
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=_Help, allow_abbrev=False)
 
     def add_argument(self, *names, **settings):
-        if settings.get("type") in (int, float, positive_int):
-            settings.setdefault("metavar", "X" if settings["type"] is float else "N")
+        if "type" in settings and "choices" not in settings:
+            settings.setdefault("metavar", "N" if settings["type"] in (int, positive_int) else "X")
         return super().add_argument(*names, **settings)
 
     def error(self, message):
@@ -58,6 +58,11 @@ def run(main):
     except UserError as error:
         if RANK == 0:
             print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
+        if RANK == 0:
+            print(f"{os.path.basename(sys.argv[0])}: {error.filename}: {error.strerror}; give a path that can be read and written",
+                  file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from what is on disk (train_drafter.py: with --resume)")
@@ -121,13 +126,28 @@ class Progress:
 
 def positive_int(text):
     """argparse type: an integer of at least 1."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text} is no integer of at least 1")
     return value
 
 
-positive_int.__name__ = "positive integer"
+def in_range(low, high=math.inf, low_too=False):
+    """argparse type: a finite number above `low` (or at least `low`) and at most `high`."""
+    def parse(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not ((low <= value if low_too else low < value) and value <= high and value < math.inf):
+            wanted = f"{'at least' if low_too else 'above'} {low}" + ("" if high == math.inf else f" and at most {high}")
+            raise argparse.ArgumentTypeError(f"{text} is no number {wanted}")
+        return value
+
+    return parse
 
 
 def human_bytes(count):

@@ -44,7 +44,7 @@ def read_rows(path, limit=None):
                 continue
             try:
                 row = json.loads(raw.decode("utf-8-sig" if line == 0 else "utf-8"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{name}, line {lines} is no JSON ({error}); one JSON object a line is wanted") from None
             if not isinstance(row, dict):
                 raise UserError(f"{name}, line {lines} holds a JSON {type(row).__name__}; one JSON object a line is wanted")

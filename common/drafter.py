@@ -183,21 +183,28 @@ def load_drafter(folder, dtype=torch.float32):
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"drafter {folder} does not exist")
+        raise UserError(f"{folder} is no folder; the folder of a drafter, as train_drafter.py writes it, is wanted")
     config = read_json(folder / "config.json")
     if config.get("architectures") != [ARCHITECTURE]:
         raise UserError(f"{folder} is no EAGLE-3 drafter: its config names {config.get('architectures')}, {[ARCHITECTURE]} is wanted")
-    if not isinstance(config.get("draft_vocab_size"), int):
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"):
+        if type(config.get(key)) is not int:
+            raise UserError(f"{folder}: {key} is {config.get(key)!r} in its config, an integer is wanted")
+    if not isinstance(config.get("rms_norm_eps"), float) or not isinstance(config.get("training") or {}, dict):
+        raise UserError(f"{folder}: its config has no usable rms_norm_eps or training block; export the drafter again")
+    if type(config.get("draft_vocab_size")) is not int:
         raise UserError(f"{folder}: draft_vocab_size is {config.get('draft_vocab_size')!r} in its config, an integer is wanted")
-    if "rope_parameters" not in config:
-        config["rope_parameters"] = _rope_parameters(config)
+    config["rope_parameters"] = _rope_parameters(config)
     config.setdefault("target_hidden_size", config["hidden_size"])
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     file = folder / "model.safetensors"
     if not file.exists():
         raise UserError(f"{folder} holds no model.safetensors")
-    with safe_open(file, framework="pt") as handle:
-        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    try:
+        with safe_open(file, framework="pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors raises its own kinds for a broken header
+        raise UserError(f"{file} cannot be read as safetensors ({str(error)[:200]}); export the drafter again") from None
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     tensors.pop("embed_tokens.weight", None)  # the target's is used, as in the engines
     with torch.device("meta"):
@@ -205,12 +212,15 @@ def load_drafter(folder, dtype=torch.float32):
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
-            raise UserError(f"{folder}: tensor {name} is {found.get(name, 'missing')}, {wanted.get(name, 'no such tensor')} is wanted")
+            raise UserError(f"{folder}: tensor {name} is {found.get(name, 'missing')}, {wanted.get(name, 'no such tensor')} is wanted; "
+                            f"export the drafter again")
+        if not tensors[name].is_floating_point():
+            raise UserError(f"{folder}: tensor {name} is {tensors[name].dtype}, floating-point weights are wanted")
     rows = None
     if config["draft_vocab_size"] != config["vocab_size"]:
         if d2t is None or t2d is None:
             raise UserError(f"{folder} has a draft vocabulary of {config['draft_vocab_size']} and no d2t and t2d to say which tokens")
-        rows = torch.from_numpy(check_map(d2t.numpy(), t2d.numpy(), folder))
+        rows = torch.from_numpy(check_map(d2t.numpy(), t2d.bool().numpy(), folder))
         if len(rows) != config["draft_vocab_size"] or len(t2d) != config["vocab_size"]:
             raise UserError(f"{folder}: its map is {len(rows)} of {len(t2d)} ids, its config says {config['draft_vocab_size']} of "
                             f"{config['vocab_size']}")

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 from common.cli import UserError
 
+TEMPORARY = re.compile(r"\..+\.tmp-\d+$")  # what replace_file and replace_folder leave behind when they are killed
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 
@@ -89,8 +91,11 @@ def check_output_folder(path, marker):
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"--out {path} is a file; give a folder that is new or empty")
+    place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"--out {path} cannot be made: {place} is {'not writable' if place.is_dir() else 'a file'}; give another folder")
     if path.is_dir() and not (path / marker).exists():
-        found = sorted(entry.name for entry in path.iterdir() if ".tmp-" not in entry.name)
+        found = sorted(entry.name for entry in path.iterdir() if not TEMPORARY.match(entry.name))
         if found:
             raise UserError(f"--out {path} holds something else ({found[0]}); give a folder that is new or empty")
 

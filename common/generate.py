@@ -18,7 +18,7 @@ def stop_ids(target, tokenizer):
     for value in (read_json(file).get("eos_token_id") if file.exists() else None, target.text.get("eos_token_id"),
                   target.raw_text.get("eos_token_id")):
         found.update(value if isinstance(value, list) else [value])
-    return sorted(token for token in found if token is not None and 0 <= token < target.vocab_size)
+    return sorted(token for token in found if isinstance(token, int) and 0 <= token < target.vocab_size)
 
 
 def sampling_settings(target, temperature, top_p, top_k):

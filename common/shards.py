@@ -12,10 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from common.cli import UserError
-from common.files import read_json, replace_file, sha256_file
+from common.files import read_json, replace_file, sha256_file, sha256_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+REQUIRED = {"target": dict, "layers": list, "shards": list, "planned": dict, "complete": bool, "tokenizer_sha256": str, "data_sha256": str,
+            "special_ids": dict, "empty_blocks": list, "block_lines": int, "template_kwargs": dict}
 
 
 def shard_name(block):
@@ -88,6 +90,11 @@ class Shards:
             raise UserError(f"{path} cannot be read as safetensors ({str(error)[:200]}); extract it again") from None
 
     @property
+    def sha256(self):
+        """Hash of all shards' content, as the manifest states it."""
+        return sha256_json([entry["sha256"] for entry in self.manifest["shards"]])
+
+    @property
     def heldout(self):
         """bool [S]: samples set aside at extraction."""
         return self.index[:, 3].astype(bool)
@@ -121,4 +128,7 @@ def read_manifest(folder):
     manifest = read_json(Path(folder) / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise UserError(f"{folder}/{MANIFEST} is of format {manifest.get('format')}, this version reads format {FORMAT}")
+    for key, kind in REQUIRED.items():
+        if not isinstance(manifest.get(key), kind):
+            raise UserError(f"{folder}/{MANIFEST} has no usable {key}; it was changed after it was written: extract again")
     return manifest

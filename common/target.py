@@ -95,8 +95,11 @@ def open_target(name, revision=None, trust_remote_code=False):
     if tied:
         lm_head_name = embedding_name
     with safe_open(weights[lm_head_name], framework="pt") as file:
-        vocab_size, hidden_size = file.get_slice(lm_head_name).get_shape()
-    architectures = raw.get("architectures") or [type(config).__name__]
+        shape = file.get_slice(lm_head_name).get_shape()
+    if len(shape) != 2:
+        raise UserError(f"{folder}: its lm_head {lm_head_name} is of shape {shape}, two dimensions are wanted")
+    vocab_size, hidden_size = shape
+    architectures = raw.get("architectures") or [""]
     return Target(
         folder=folder, name=str(name), text=text, raw_text=_raw_text(raw), model_class=architectures[0], weights=weights,
         embedding_name=embedding_name, lm_head_name=lm_head_name, vocab_size=vocab_size, hidden_size=hidden_size,
@@ -165,6 +168,8 @@ def default_layers(num_layers):
 
 
 def example_layers(num_layers):
+    if num_layers < 4:
+        raise UserError(f"the target has {num_layers} layers; three different ones to capture need at least 4")
     return ",".join(str(layer) for layer in sorted({1, max(num_layers // 2, 1), num_layers - 1}))
 
 
@@ -200,8 +205,10 @@ def check_same_target(made_for, target_facts, what, force=False):
             short = [value[:12] if isinstance(value, str) else value for value in (theirs, ours)]
             message = (f"{what} made for another target: {name} {short[0]} of {made_for.get('name')} there, {short[1]} of "
                        f"{target_facts['name']} here")
-            if not force:
-                raise UserError(f"{message}; use the target they were made for (--force goes on all the same)")
+            sizes = any(made_for.get(size) != target_facts[size] for size in ("vocab_size", "hidden_size"))
+            if sizes or not force:
+                hint = "" if sizes else " (--force goes on all the same)"
+                raise UserError(f"{message}; use the target they were made for{hint}")
             return message
     return None
 
@@ -222,24 +229,22 @@ def _logit_scale(text):
 
 
 def _weight_files(folder):
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = read_json(index)["weight_map"]
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists() and not single.exists():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise UserError(f"{index} has no weight_map of tensor names to files; get the complete weights")
         missing = sorted({file for file in names.values() if not (folder / file).exists()})
         if missing:
             raise UserError(f"{folder}: its index names {missing[0]}, which is not there; get the complete weights")
         return {name: folder / file for name, file in names.items()}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} holds no .safetensors weights; other formats are not read")
-    names = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                names.update({name: file for name in handle.keys()})  # noqa: SIM118
-        except Exception as error:  # safetensors raises its own kinds for a broken header
-            raise UserError(f"{file} cannot be read as safetensors ({str(error)[:200]})") from None
-    return names
+    if not single.exists():
+        raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json; other formats are not read")
+    try:
+        with safe_open(single, framework="pt") as handle:
+            return {name: single for name in handle.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors raises its own kinds for a broken header
+        raise UserError(f"{single} cannot be read as safetensors ({str(error)[:200]}); get the complete weights") from None
 
 
 def _find(weights, endings):

@@ -118,7 +118,7 @@ class TargetModel:
             _, last = self.states(input_ids)
             ours = self.logits(last)[0]
         gap = (own - ours).abs().max().item() / max(own.abs().max().item(), 1e-9)
-        if gap > 0.02:
+        if not gap <= 0.02:  # NaN is no small gap
             raise UserError(f"{type(self.model).__name__}: its logits are not lm_head(last state) with the scale and soft cap of its "
                             f"config (they differ by {gap:.1%} of the largest logit); such a model is not supported")
 
@@ -128,12 +128,16 @@ def _load(target, dtype, trust_remote_code):
 
     transformers.utils.logging.disable_progress_bar()  # of loading weights: seconds, and noise in every log
     config = transformers.AutoConfig.from_pretrained(target.folder, trust_remote_code=trust_remote_code)
-    model_class = getattr(transformers, target.model_class, None) if not trust_remote_code else None
-    if model_class is None:
+    model_class = getattr(transformers, target.model_class, None)
+    if trust_remote_code or not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         model_class = transformers.AutoModelForCausalLM
     kwargs = {} if model_class is not transformers.AutoModelForCausalLM else {"trust_remote_code": trust_remote_code}
     dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        return model_class.from_pretrained(target.folder, config=config, dtype=dtype, **kwargs)
-    except (ValueError, OSError, ImportError, AttributeError) as error:
+        model, report = model_class.from_pretrained(target.folder, config=config, dtype=dtype, output_loading_info=True, **kwargs)
+    except (ValueError, OSError, ImportError, AttributeError, RuntimeError) as error:
         raise UserError(f"{target.folder}: transformers cannot load it ({str(error).splitlines()[0][:300]})") from None
+    if report["missing_keys"]:
+        raise UserError(f"{target.folder} lacks {len(report['missing_keys'])} of the model's tensors ({min(report['missing_keys'])}), "
+                        f"which would be random; get the complete weights, or a config that fits them")
+    return model

@@ -93,7 +93,7 @@ def load_map(folder):
     for name in ("t2d", "d2t"):
         try:
             arrays[name] = np.load(folder / f"{name}.npy", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{folder / name}.npy cannot be read ({error}); make the map again with build_vocab_map.py") from None
     rows = check_map(arrays["d2t"], arrays["t2d"], folder)
     if facts.get("map_sha256") != map_sha256(arrays["d2t"]):

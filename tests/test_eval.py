@@ -279,7 +279,7 @@ def test_each_drafter_gets_its_own_layers(folder, tmp_path, monkeypatch):
     rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(2))
 
     def drafted(*chosen):
-        out = tmp_path / "out.jsonl"
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"  # --out never overwrites
         run_main(monkeypatch, "--target", folder, "--prompts", rows, "--dtype", "float32", "--max-new-tokens", 10, "--out", out,
                  *(word for path in chosen for word in ("--drafter", path)))
         lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -327,7 +327,7 @@ def test_unfit_drafters_are_refused_with_both_numbers(folder, tmp_path, monkeypa
 
     refused(monkeypatch, attempt(make_drafter(tmp_path / "wide", target, hidden_size=96, target_hidden_size=96)), 96, 64)
     refused(monkeypatch, attempt(make_drafter(tmp_path / "vocab", target, vocab_size=400, draft_vocab_size=400, training=False)), 400, 328)
-    refused(monkeypatch, attempt(tmp_path / "nowhere"), "nowhere", "does not exist")
+    refused(monkeypatch, attempt(tmp_path / "nowhere"), "nowhere", "is no folder")
     other = open_target(tiny.make_target(tmp_path / "other", seed=9))
     stranger = make_drafter(tmp_path / "stranger", other)
     hashes = [facts["tensors_sha256"][:12] for facts in (target.facts(), other.facts())]

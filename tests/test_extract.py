@@ -395,3 +395,43 @@ def test_command_line_one_line_of_json_and_exit_codes(tmp_path, target, data):
     assert wrong.returncode == 2 and wrong.stdout == "" and wrong.stderr.count("\n") == 1 and "is a file" in wrong.stderr
 
 
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda t: t.pop("model.layers.3.mlp.up_proj.weight"), "lacks 1 of the model's tensors"),
+    (lambda t: t["lm_head.weight"][7].fill_(float("nan")), "its logits are not lm_head"),
+    (lambda t: t["model.layers.6.mlp.up_proj.weight"].fill_(float("nan")), "its logits are not lm_head"),
+])
+def test_incomplete_or_broken_weights_are_refused(tmp_path, monkeypatch, data, change, words):
+    folder = tiny.make_target(tmp_path / "target")
+    change_tensors(folder, change)
+    with pytest.raises(UserError, match=words):
+        extract(monkeypatch, target=folder, data=data, out=tmp_path / "out", dtype="float32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stray_weights_file_is_not_read(tmp_path):
+    folder = tiny.make_target(tmp_path / "target")
+    facts = open_target(folder).facts()
+    shutil.copy(tiny.make_target(tmp_path / "other", seed=5) / "model.safetensors", folder / "zz.safetensors")
+    assert open_target(folder).facts() == facts
+
+
+def test_a_folder_with_a_users_temporary_name_is_something_else(tmp_path, monkeypatch, target, data):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "my.tmp-notes").write_text("mine")
+    with pytest.raises(UserError, match="holds something else"):
+        extract(monkeypatch, target=target, data=data, out=tmp_path / "out")
+    assert (tmp_path / "out" / "my.tmp-notes").read_text() == "mine"
+
+
+def test_files_can_be_read_by_others(tmp_path, monkeypatch, target, data):
+    extract(monkeypatch, target=target, data=data, out=tmp_path / "out", dtype="float32", limit=3)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1  # safetensors alone would leave its files to their owner

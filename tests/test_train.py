@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.checkpoint import lock_run
 from common.cli import UserError
 from common.drafter import Drafter, drafter_config, load_drafter
 from common.target import open_target
@@ -103,6 +104,50 @@ def test_resume_goes_on_bit_for_bit(work, tmp_path):
         train(work, tmp_path / "again", *arguments)
 
 
+def test_resume_refuses_other_shards_of_the_same_data(work, tmp_path):
+    call("extract_hidden_states", "--target", work / "target", "--data", work / "rows.jsonl", "--out", tmp_path / "shards", "--regenerate",
+         "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.4)
+    train(work, tmp_path / "out", "--draft-vocab", "full", *FAST, "--max-steps", 2)
+    with pytest.raises(UserError, match="shards_sha256"):
+        train(work, tmp_path / "out", "--draft-vocab", "full", *FAST, "--max-steps", 2, "--resume", "--shards", tmp_path / "shards")
+    with pytest.raises(UserError, match="eval_shards_sha256"):
+        train(work, tmp_path / "out", "--draft-vocab", "full", *FAST, "--max-steps", 2, "--resume", "--eval-shards", work / "shards")
+
+
+def test_resume_falls_back_to_the_last_whole_checkpoint(work, tmp_path):
+    arguments = ("--draft-vocab", "full", *FAST, "--save-every", 2, "--keep", 9)
+    straight = train(work, tmp_path / "out", *arguments)
+    last, before = sorted((tmp_path / "out" / "checkpoints").iterdir())[:-3:-1]
+    (last / "state" / "optimizer.safetensors").write_bytes(b"cut")
+    (before / "state" / "progress.json").unlink()
+    (tmp_path / "out" / "checkpoints" / ".step-000099.tmp-123").mkdir()  # left by a killed save
+    with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')
+    resumed = train(work, tmp_path / "out", *arguments, "--resume")
+    assert resumed["steps"] == straight["steps"] and resumed["loss"] == straight["loss"]
+    assert not (tmp_path / "out" / "checkpoints" / ".step-000099.tmp-123").exists()
+
+
+def test_one_process_trains_into_a_folder_at_a_time(tmp_path):
+    with lock_run(tmp_path), pytest.raises(UserError, match="being trained by another process"):
+        lock_run(tmp_path)
+
+
+def test_another_tokenizer_is_refused_and_forced_shards_are_named(work, tmp_path):
+    shutil.copytree(work / "target", tmp_path / "target")
+    text = (tmp_path / "target" / "tokenizer.json").read_text()
+    (tmp_path / "target" / "tokenizer.json").write_text(text + " ")
+    with pytest.raises(UserError, match="the tokenizer of .* has hash"):
+        train(work, tmp_path / "out", "--draft-vocab", "full", *FAST, "--target", tmp_path / "target")
+    summary = train(work, tmp_path / "out", "--draft-vocab", "full", *FAST, "--max-steps", 1, "--target", tmp_path / "target", "--force")
+    assert "tokenizer" in summary["warnings"][0]
+    shutil.copytree(work / "shards", tmp_path / "shards")
+    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
+    (tmp_path / "shards" / "manifest.json").write_text(json.dumps({**manifest, "forced": ["target tensors_sha256"]}))
+    summary = train(work, tmp_path / "other", "--draft-vocab", "full", *FAST, "--max-steps", 1, "--shards", tmp_path / "shards")
+    assert "target tensors_sha256" in summary["warnings"][0]
+
+
 def losses(out):
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines() if "heldout" not in line]
 
@@ -170,6 +215,12 @@ def test_layer_starts_as_the_targets_last_one_where_that_fits(tmp_path, kind):
     (["--draft-vocab", "full", "--target", "./nowhere"], "does not exist"),
     (["--draft-vocab", "full", "--target", "OTHER"], "made for another target"),
     (["--draft-vocab", "full", "--out", "TARGET"], "holds something else"),
+    (["--draft-vocab", "full", "--lr", "nan"], "argument --lr: nan is no number above 0"),
+    (["--draft-vocab", "full", "--warmup", 2], "at least 0 and at most 1"),
+    (["--draft-vocab", "full", "--max-grad-norm", -1], "argument --max-grad-norm: -1 is no number above 0"),
+    (["--draft-vocab", "full", "--epochs", 0], "0 is no integer of at least 1"),
+    (["--draft-vocab", "full", "--seed", -1], "--seed -1 is negative"),
+    (["--draft-vocab", "full", "--log-with", "trackio"], "not installed"),
 ])
 def test_refused_before_anything_is_written(work, tmp_path, arguments, words):
     if "OTHER" in arguments:
