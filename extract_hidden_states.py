@@ -40,12 +40,13 @@ def parse_args():
     add("--regenerate", action="store_true",
         help="let the target write the answers: a drafter learns what the target says, and that is what it will be asked to guess")
     add("--max-length", type=positive_int, metavar="N",
-        help="longest sample in tokens, the rest is cut off; default 2048 or the target's maximum: costs disk and memory")
+        help="longest sample in tokens, the rest is cut off; default 2048, or the target's maximum where that is less: most chats fit")
     add("--max-new-tokens", type=positive_int, default=512, metavar="N", help="longest answer with --regenerate: most chats end before")
-    add("--layers", default="auto", help="three HF hidden_states indices like 2,15,27; auto is [2, n/2, n-3], the engines' own default")
-    add("--store", choices=list(DTYPES), default="bf16", help="dtype on disk; bf16 never overflows")
+    add("--layers", default="auto", help="three HF hidden_states indices like 2,15,27; default auto, [2, n/2, n-3], as the engines "
+        "capture by themselves")
+    add("--store", choices=list(DTYPES), default="bf16", help="dtype on disk; default bf16, which never overflows")
     add("--heldout", type=float, default=0.05, metavar="SHARE",
-        help="share of conversations set aside for measuring, by a hash of their content")
+        help="share of conversations set aside for measuring, by a hash of their content; default 0.05: enough to measure, little lost")
     add("--template-kwargs", type=json_object, default={}, metavar="JSON",
         help="arguments for the chat template, the same as when serving, like {\"enable_thinking\": false}")
     add("--system", help="system prompt for rows that have none")
@@ -54,16 +55,19 @@ def parse_args():
     add("--top-p", type=float, default=1.0, metavar="P", help="for temperature > 0; 1 keeps everything")
     add("--top-k", type=int, default=0, metavar="K", help="for temperature > 0; 0 keeps everything")
     add("--seed", type=int, default=0, help="of the sampled answers; with line and turn it fixes each answer's random numbers")
-    add("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="of the target; auto is that of its files")
-    add("--max-batch-tokens", type=positive_int, metavar="N", help="tokens of a forward pass; default 4096 on a CPU, 32768 on a GPU")
-    add("--generate-rows", type=positive_int, default=128, metavar="N", help="answers written at once: more is faster until memory ends")
+    add("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="of the target; default auto, that of its "
+        "files, as it is served")
+    add("--max-batch-tokens", type=positive_int, metavar="N", help="tokens of a forward pass; default 4096 on a CPU, 32768 on a GPU: "
+        "full speed, little memory")
+    add("--generate-rows", type=positive_int, default=128, metavar="N", help="answers written at once: more is faster until memory "
+        "ends; default 128")
     add("--block-lines", type=positive_int, metavar="N",
         help=f"input lines of a shard; default {BLOCK_LINES}, fewer when that could pass {human_bytes(BLOCK_BYTES)}")
-    add("--limit", type=positive_int, metavar="N", help="only the first N rows")
+    add("--limit", type=positive_int, metavar="N", help="only the first N rows; default all")
     add("--verify", action="store_true", help="when going on, check the sha256 of the finished shards and redo damaged ones")
     add("--dry-run", action="store_true", help="print samples, tokens and bytes and stop; touches nothing")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target")
-    add("--revision", help="of a hub id")
+    add("--revision", metavar="NAME", help="of a hub id; default its main one")
     add("--force", action="store_true", help="go on although target, tokenizer or template changed since these shards were begun")
     args = parser.parse_args()
     if not 0 <= args.heldout < 1:
@@ -79,6 +83,9 @@ def json_object(text):
         value = None
     if not isinstance(value, dict):
         raise ArgumentTypeError(f"{text} is no JSON object like {{\"enable_thinking\": false}}")
+    reserved = {"chat_template", "tokenize", "tools", "add_generation_prompt", "return_dict", "conversation"} & value.keys()
+    if reserved:
+        raise ArgumentTypeError(f"{min(reserved)} is set by this script, not by template arguments")
     return value
 
 

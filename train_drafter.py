@@ -33,25 +33,27 @@ from common.vocab import check_size, coverage, load_map, map_sha256, rows_to_d2t
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--shards", required=True, help="folder of extract_hidden_states.py")
-    add("--target", required=True, help="folder or hub id of the target; its config, embedding and lm_head are read, it is never loaded")
-    add("--out", required=True, help="folder for the drafter; new, empty, or with --resume an earlier run's")
+    add("--shards", required=True, metavar="DIR", help="folder of extract_hidden_states.py")
+    add("--target", required=True, metavar="MODEL", help="folder or hub id of the target; its config, embedding and lm_head are read, "
+        "it is never loaded")
+    add("--out", required=True, metavar="DIR", help="folder for the drafter; new, empty, or with --resume an earlier run's")
     add("--draft-vocab", required=True, metavar="N|full", help="rows of the drafter's lm_head: a size such as 32000, which needs "
         "--vocab-map, or full. No default: fewer rows are faster at every drafting step, missing rows cost accepted drafts")
-    add("--vocab-map", help="folder of build_vocab_map.py for a reduced vocabulary; none is ever picked up by itself")
+    add("--vocab-map", metavar="DIR", help="folder of build_vocab_map.py for a reduced vocabulary; none is ever picked up by itself")
     add("--init", choices=["scratch", "checkpoint"], default="scratch", help="default scratch: lm_head rows start as the target's rows. "
         "checkpoint: go on from --checkpoint, with its own vocabulary")
     add("--init-layer", choices=["target", "random"], default="target", help="with --init scratch, how the layer starts; default target: "
         "as the target's last decoder layer and final norm, where they fit, which learns faster than random")
-    add("--checkpoint", help="drafter folder for --init checkpoint")
+    add("--checkpoint", metavar="DIR", help="drafter folder for --init checkpoint")
     add("--ttt-steps", type=positive_int, default=7, help="depth of training-time test; default 7, as in EAGLE-3. 3 costs less than half "
         "and is enough when serving drafts 3 tokens")
     add("--epochs", type=positive_int, default=2, help="passes over the samples; default 2: on few samples the "
         "held-out accept length still grows in the second")
     add("--max-steps", type=positive_int, help="stop after so many optimizer steps; default: all epochs")
-    add("--lr", type=in_range(0), default=4e-4, help="peak learning rate; default 4e-4")
+    add("--lr", type=in_range(0), default=4e-4, help="peak learning rate; default 4e-4, for large batches. Of 5e-4, 1e-3 and 2e-3 the last "
+        "did best with 512 tokens a step on a few hundred conversations")
     add("--warmup", type=in_range(0, 1, low_too=True), default=0.03, help="share of the steps with a rising rate, "
-        "then cosine to zero; default 0.03")
+        "then cosine to zero; default 0.03, enough for AdamW's moments to settle")
     add("--weight-decay", type=in_range(0, low_too=True), default=0.0, help="default 0, as the runs are short")
     add("--max-grad-norm", type=in_range(0), default=0.5, help="gradients are scaled down to this norm; default 0.5, as in EAGLE")
     add("--depth-decay", type=in_range(0), default=0.8, help="the loss is the sum of the depths' cross entropies, depth k times "
@@ -63,17 +65,19 @@ def parse_args():
     add("--freeze-lm-head", action="store_true", help="keep the lm_head as it starts; saves the gradient and the moments of its rows")
     add("--mixed-precision", choices=["no", "bf16"], help="default: what accelerate's configuration says, else no. bf16 computes in "
         "bfloat16; weights and moments stay float32")
-    add("--eval-shards", help="measure on all samples of this folder; default: the samples of --shards that were set aside")
+    add("--eval-shards", metavar="DIR", help="measure on all samples of this folder; default: the samples of --shards that were set aside")
     add("--eval-every", type=positive_int, help="steps between measurements of the held-out accept length; default: a tenth of the run")
-    add("--eval-samples", type=positive_int, default=256, help="at most so many held-out samples; default 256")
-    add("--eval-steps", type=positive_int, default=3, help="drafts per verification in the simulated accept length; default 3")
+    add("--eval-samples", type=positive_int, default=256, help="at most so many held-out samples; default 256, to keep measuring cheap")
+    add("--eval-steps", type=positive_int, default=3, help="drafts per verification in the simulated accept length; default 3, as big "
+        "models are served")
     add("--save-every", type=positive_int, help="steps between checkpoints to resume from; default: as --eval-every")
-    add("--keep", type=positive_int, default=2, help="how many of this run's last checkpoints stay; default 2")
+    add("--keep", type=positive_int, default=2, help="how many of this run's last checkpoints stay; default 2, should the last one be "
+        "damaged")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, if there is one")
-    add("--seed", type=int, default=0, help="of the order of the samples and the first weights; default 0")
+    add("--seed", type=int, default=0, help="of the order of the samples and the first weights; default 0, so that runs can be repeated")
     add("--log-with", choices=["tensorboard", "wandb", "trackio", "all"], help="also log to this tracker; metrics.jsonl is always written")
     add("--dry-run", action="store_true", help="print what would be trained and what it costs, and stop")
-    add("--revision", help="hub revision of --target")
+    add("--revision", metavar="NAME", help="hub revision of --target; default its main one")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the target's config; default off")
     add("--force", action="store_true", help="go on although hashes say that shards, map or checkpoint were made for another target")
     return parser.parse_args()
