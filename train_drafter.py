@@ -309,7 +309,7 @@ def main():
         "accept_length": best["accept_length"], "acceptance": best["acceptance"], "best_step": best["step"],
         "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "coverage": covered,
         "tokens_per_second": progress["tokens"] / max(progress["seconds"], 1e-9), "seconds": progress["seconds"],
-        "warnings": training_block["warnings"], "out": str(out),
+        "processes": accelerator.num_processes, "warnings": training_block["warnings"], "out": str(out),
     }
 
 
