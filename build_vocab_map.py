@@ -14,7 +14,7 @@ import torch
 
 from common.cli import Parser, UserError, human_bytes, run, say
 from common.drafter import Drafter, drafter_config
-from common.files import check_output_folder, read_json
+from common.files import TEMPORARY, check_output_folder, read_json
 from common.shards import Shards
 from common.vocab import MAP_FILE, MAP_FILES, check_size, choose_rows, coverage, map_sha256, ranking, rows_to_d2t, save_map
 
@@ -101,7 +101,7 @@ def check_parent(out):
     """Refuse a folder for several maps that holds anything but folders named by a size."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder that is new or empty")
-    names = sorted(entry.name for entry in out.iterdir() if ".tmp-" not in entry.name) if out.is_dir() else []
+    names = sorted(entry.name for entry in out.iterdir() if not TEMPORARY.match(entry.name)) if out.is_dir() else []
     for name in names:
         if not (name.isdigit() and (out / name).is_dir()):
             raise UserError(f"--out {out} holds something else ({name}); several maps want a folder that is new or holds such maps")

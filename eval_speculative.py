@@ -17,10 +17,10 @@ from common.cli import Parser, Progress, UserError, positive_int, run, say
 from common.conversations import Skip, parse_row, read_rows
 from common.decode import plain_decode, speculative_decode
 from common.drafter import load_drafter
-from common.files import replace_file, sha256_json
+from common.files import replace_file
 from common.generate import stop_ids
 from common.rendering import Renderer
-from common.target import check_same_target, default_layers, load_tokenizer, open_target, tokenizer_sha256
+from common.target import chat_template_sha256, check_same_target, default_layers, load_tokenizer, open_target, tokenizer_sha256
 from common.target_model import TargetModel
 
 WARM_UP = 16  # tokens decoded before anything is timed
@@ -162,7 +162,7 @@ def check_drafters(args, target, tokenizer, configs):
                 raise UserError(f"{folder} has {key} {config[key]}, {args.target} needs {wanted}; use the target that it was trained for")
     facts = target.facts()
     ours = {"tokenizer_sha256": tokenizer_sha256(target.folder),
-            "chat_template_sha256": sha256_json(tokenizer.chat_template) if tokenizer.chat_template else None}
+            "chat_template_sha256": chat_template_sha256(tokenizer)}
     for folder, config in zip(args.drafter, configs, strict=True):
         trained = config.get("training") or {}
         if not trained.get("target"):

@@ -9,21 +9,22 @@ input in shards with a manifest. The same command again goes on with what is mis
 import json
 import re
 import shutil
-import sys
 import time
 from argparse import ArgumentTypeError
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 
 import torch
 
 from common.cli import Parser, Progress, UserError, human_bytes, positive_int, run, say
 from common.conversations import Skip, held_out, parse_row, read_rows
-from common.files import check_output_folder, sha256_file, sha256_json, write_json
+from common.files import check_output_folder, sha256_file, write_json
 from common.generate import generate, sampling_settings, stop_ids
 from common.rendering import Renderer, chat_ids
 from common.shards import FORMAT, MANIFEST, read_manifest, write_shard
-from common.target import load_tokenizer, open_target, parse_layers, tokenizer_sha256
+from common.target import chat_template_sha256, load_tokenizer, open_target, parse_layers, tokenizer_sha256
 
 STORED = ["aux_hidden_states", "last_hidden_state", "target_argmax"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -132,11 +133,12 @@ def main():
     manifest = {
         "format": FORMAT, "target": target.facts(), "layers": layers, "dtype": str(DTYPES[args.store]).removeprefix("torch."),
         "stored": STORED, "tokenizer_sha256": tokenizer_sha256(target.folder),
-        "chat_template_sha256": sha256_json(tokenizer.chat_template) if tokenizer.chat_template else None,
+        "chat_template_sha256": chat_template_sha256(tokenizer),
         "template_kwargs": args.template_kwargs, "system": args.system, "sampling": sampling, "max_length": max_length,
         "data_sha256": data_sha256, "block_lines": block_lines, "heldout": args.heldout, "compute_dtype": args.dtype,
         "backend": args.backend, "special_ids": {"eos": stops, "chat": chat_ids(tokenizer, target.vocab_size)}, "sources": sources,
-        "planned": {"lines": lines, "blocks": blocks}, "done": {}, "complete": False, "versions": versions(), "forced": [],
+        "planned": {"lines": lines, "blocks": blocks}, "done": {}, "complete": False, "forced": [],
+        "versions": {"python": python_version(), **{name: version(name) for name in ("torch", "transformers", "safetensors")}},
         "shards": [], "empty_blocks": [],
     }
     if begun:
@@ -396,14 +398,6 @@ def sum_up(manifest):
 def save(manifest, out):
     manifest["done"] = sum_up(manifest)
     write_json(out / MANIFEST, manifest)
-
-
-def versions():
-    import safetensors
-    import transformers
-
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__,
-            "safetensors": safetensors.__version__}
 
 
 def short(value):

@@ -196,7 +196,7 @@ def main():
         progress = load_checkpoint(out, drafter, optimizer, parameters, progress)
 
     def measure():
-        """Simulated accept length on the held-out samples, the same for any number of processes."""
+        """Simulated accept length on the held-out samples, the same for any number of processes; logged and said."""
         reached, accepted = torch.zeros(2, args.eval_steps, dtype=torch.long, device=device)
         mine = eval_samples[accelerator.process_index :: accelerator.num_processes]
         with accelerator.autocast():
@@ -208,7 +208,11 @@ def main():
                 accepted += torch.tensor(counts[1], device=device)
         reached, accepted = accelerator.reduce(torch.stack([reached, accepted])).tolist()
         length, acceptance = accept_figures(reached, accepted)
-        return {"step": progress["step"], "accept_length": length, "acceptance": acceptance}
+        record = {"step": progress["step"], "accept_length": length, "acceptance": acceptance}
+        log({**record, "heldout": True})
+        loss = "" if progress["loss"] is None else f"loss {progress['loss']:.3f}, "
+        say(f"step {record['step']}: {loss}held-out accept length {'not measured' if length is None else f'{length:.3f}'}")
+        return record
 
     def export(folder):
         config = {**drafter.config, "training": finite({**training_block, "steps": progress["step"], "loss": progress["loss"],
@@ -233,10 +237,7 @@ def main():
         return batches
 
     if args.init == "checkpoint" and not progress["step"]:
-        progress["last"] = measure()
-        log({**progress["last"], "heldout": True})
-        length = progress["last"]["accept_length"]
-        say(f"the checkpoint starts at a held-out accept length of {'(not measured)' if length is None else f'{length:.3f}'}")
+        progress["last"] = measure()  # what the checkpoint is worth here
     bar = Progress(len(plan), "steps", "train")
     bar.update(progress["step"])
     loader = ThreadPoolExecutor(1)
@@ -282,9 +283,7 @@ def main():
         final = step + 1 == len(plan)
         if final or (step + 1) % every == 0:
             progress["last"] = measure()
-            log({**progress["last"], "heldout": True})
             length = progress["last"]["accept_length"]
-            say(f"step {step + 1}: loss {figures[0]:.3f}, held-out accept length {'not measured' if length is None else f'{length:.3f}'}")
             if length is None or best is None or length >= best:  # of equals the later, which has learnt more
                 progress["best"] = progress["last"]
                 if accelerator.is_main_process:

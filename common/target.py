@@ -156,6 +156,11 @@ def tokenizer_sha256(folder):
     return sha256_json({name: sha256_file(Path(folder) / name) for name in names if (Path(folder) / name).exists()})
 
 
+def chat_template_sha256(tokenizer):
+    """Hash of the tokenizer's chat template, None where it has none."""
+    return sha256_json(tokenizer.chat_template) if tokenizer.chat_template else None
+
+
 def default_layers(num_layers):
     """The HF hidden_states indices that SGLang, vLLM and llama.cpp capture by default: [2, n//2, n-3].
 

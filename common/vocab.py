@@ -68,7 +68,7 @@ def save_map(folder, rows, vocab_size, facts):
     if not folder.exists():
         return replace_folder(folder, fill)
     # The new map is whole on disk before the old one moves; a reader sees the one, the other, or for an instant none.
-    staged, old = (folder.with_name(f".{folder.name}.tmp-{what}-{os.getpid()}") for what in ("new", "old"))
+    staged, old = (folder.with_name(f".{folder.name}-{what}.tmp-{os.getpid()}") for what in ("new", "old"))
     replace_folder(staged, fill)
     os.rename(folder, old)
     os.rename(staged, folder)

@@ -176,6 +176,15 @@ def test_out_replaces_only_its_own_map(tmp_path, shards):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["map", "shards"]
 
 
+def test_leftovers_of_a_killed_run_are_passed_over_and_a_users_file_is_not(tmp_path, shards):
+    out = tmp_path / "maps"
+    (out / ".8-new.tmp-123").mkdir(parents=True)  # the name that save_map gives a map before it replaces another
+    assert build(shards, out, "8,16")[0] == 0
+    (out / "my.tmp-notes").write_text("mine")
+    code, _, stderr = build(shards, out, "8,16")
+    assert code == 2 and "holds something else (my.tmp-notes)" in stderr
+
+
 def test_nothing_to_count_is_refused(tmp_path):
     make_shards(tmp_path / "shards", [[([1, 2, 3], [1, 1, 1], 1), ([4, 5], [0, 0], 0)]])
     code, _, stderr = build(tmp_path / "shards", tmp_path / "map", 8)
