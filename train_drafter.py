@@ -23,10 +23,11 @@ from accelerate import Accelerator
 from common.checkpoint import check_run, load_checkpoint, lock_run, save_checkpoint
 from common.cli import Parser, Progress, UserError, finite, human_bytes, in_range, positive_int, run, say
 from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
+from common.figures import accept_figures
 from common.files import check_output_folder, sha256_file, write_json
-from common.shards import Shards
-from common.target import check_same_target, open_target, tokenizer_sha256
-from common.training import Teacher, TrainStep, accept_figures, draft_hits, make_batch, simulate
+from common.shards import Shards, check_shards, check_tokenizer
+from common.target import check_same_target, open_target
+from common.training import Teacher, TrainStep, make_batch, simulated
 from common.vocab import check_size, coverage, load_map, map_sha256, rows_to_d2t
 
 
@@ -99,13 +100,10 @@ def main():
     evaluation = Shards(args.eval_shards) if args.eval_shards else shards
     target = open_target(args.target, args.revision, args.trust_remote_code)
     facts = target.facts()
-    warnings = [check_same_target(part.manifest["target"], facts, "these shards were", args.force) for part in {shards, evaluation}]
-    warnings += [f"{part.folder} was gone on with by force although these had changed: {', '.join(part.manifest['forced'])}"
-                 for part in {shards, evaluation} if part.manifest.get("forced")]
-    check_tokenizer(tokenizer_sha256(target.folder), shards, f"the tokenizer of {args.target}", args.force, warnings)
-    if evaluation.manifest["layers"] != shards.manifest["layers"]:
-        raise UserError(f"--eval-shards holds layers {evaluation.manifest['layers']}, --shards {shards.manifest['layers']}; extract alike")
     layers = shards.manifest["layers"]
+    warnings = check_shards(shards, target, facts, layers, args.force)
+    if evaluation is not shards:
+        warnings += check_shards(evaluation, target, facts, layers, args.force)
 
     draft_vocab = decide_vocabulary(args.draft_vocab, target.vocab_size)
     map_rows = map_facts = None
@@ -197,16 +195,10 @@ def main():
 
     def measure():
         """Simulated accept length on the held-out samples, the same for any number of processes; logged and said."""
-        reached, accepted = torch.zeros(2, args.eval_steps, dtype=torch.long, device=device)
         mine = eval_samples[accelerator.process_index :: accelerator.num_processes]
         with accelerator.autocast():
-            for part in np.array_split(mine, -(-len(mine) // 8)) if len(mine) else ():
-                batch = make_batch([evaluation.sample(int(number)) for number in part], device)
-                rows, hits = draft_hits(drafter, embedding, batch, map_rows, args.eval_steps)
-                counts = simulate(batch["loss_mask"], batch["bounds"], rows, hits)
-                reached += torch.tensor(counts[0], device=device)
-                accepted += torch.tensor(counts[1], device=device)
-        reached, accepted = accelerator.reduce(torch.stack([reached, accepted])).tolist()
+            counts = simulated(drafter, embedding, map_rows, evaluation, mine, args.eval_steps).sum(0).to(device)
+        reached, accepted = accelerator.reduce(counts).tolist()
         length, acceptance = accept_figures(reached, accepted)
         record = {"step": progress["step"], "accept_length": length, "acceptance": acceptance}
         log({**record, "heldout": True})
@@ -337,19 +329,8 @@ def scratch_map(args, draft_vocab, facts, shards, warnings):
     if len(rows) != draft_vocab:
         raise UserError(f"--vocab-map {args.vocab_map} has {len(rows)} rows, --draft-vocab says {draft_vocab}; name the map of that size")
     warnings.append(check_same_target(map_facts.get("target") or {}, facts, f"the map {args.vocab_map} was", args.force))
-    check_tokenizer(map_facts.get("tokenizer_sha256"), shards, f"the tokenizer of the map {args.vocab_map}", args.force, warnings)
+    warnings.append(check_tokenizer(map_facts.get("tokenizer_sha256"), shards, f"the tokenizer of the map {args.vocab_map}", args.force))
     return torch.from_numpy(rows), map_facts
-
-
-def check_tokenizer(found, shards, what, force, warnings):
-    """Refuse, or add a warning if forced, when `found`, the hash of `what`, is not that of the tokenizer the shards were made with."""
-    wanted = shards.manifest["tokenizer_sha256"]
-    if found == wanted:
-        return
-    message = f"{what} has hash {str(found)[:12]}, these shards were made with {wanted[:12]}"
-    if not force:
-        raise UserError(f"{message}; use the tokenizer, shards and map that belong together (--force goes on all the same)")
-    warnings.append(message)
 
 
 def start_from_checkpoint(args, draft_vocab, target, layers, warnings, facts):

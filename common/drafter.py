@@ -231,6 +231,18 @@ def load_drafter(folder, dtype=torch.float32):
     return drafter.to(dtype).eval(), rows
 
 
+def check_embedding(folder, target):
+    """Refuse a drafter's folder with an embedding of its own: SGLang would take the target's all the same, and vLLM this one."""
+    with safe_open(Path(folder) / "model.safetensors", framework="pt") as handle:
+        if "embed_tokens.weight" not in handle.keys():  # noqa: SIM118
+            return
+        own = handle.get_tensor("embed_tokens.weight")
+    wanted = target.embedding()
+    if own.shape != wanted.shape or not torch.equal(own.to(wanted.dtype), wanted):
+        raise UserError(f"{folder} holds an embed_tokens.weight, {list(own.shape)}, that is not the one of {target.name}, "
+                        f"{list(wanted.shape)}; export the drafter again without it")
+
+
 def _rope_parameters(text):
     """Rotary settings as one dict with rope_type and rope_theta, from either spelling; Gemma 3's global one of its two."""
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from common.cli import UserError
 from common.files import read_json, replace_file, sha256_file, sha256_json
+from common.target import check_same_target, open_target, tokenizer_sha256
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -132,3 +133,38 @@ def read_manifest(folder):
         if not isinstance(manifest.get(key), kind):
             raise UserError(f"{folder}/{MANIFEST} has no usable {key}; it was changed after it was written: extract again")
     return manifest
+
+
+def open_shards_target(shards, name=None, revision=None, trust_remote_code=False):
+    """The Target that shards were made with: `name`, or where the manifest says it was. It is not loaded."""
+    if name:
+        return open_target(name, revision, trust_remote_code)
+    try:
+        return open_target(shards.manifest["target"].get("name"), revision, trust_remote_code)
+    except UserError as error:
+        raise UserError(f"the target of {shards.folder} cannot be read where it was ({error}); give --target, its place now") from None
+
+
+def check_shards(shards, target, facts, layers, force):
+    """Refuse shards of other layers, or of another target or tokenizer than `target`, whose facts() are given.
+
+    Returns warnings: what was let pass by force, now and at the extraction.
+    """
+    if shards.manifest["layers"] != layers:
+        raise UserError(f"{shards.folder} holds layers {shards.manifest['layers']}, layers {layers} are wanted; extract those layers")
+    found = [check_same_target(shards.manifest["target"], facts, f"{shards.folder} was", force),
+             check_tokenizer(tokenizer_sha256(target.folder), shards, f"the tokenizer of {target.name}", force)]
+    if shards.manifest.get("forced"):
+        found.append(f"{shards.folder} was gone on with by force although these had changed: {', '.join(shards.manifest['forced'])}")
+    return [warning for warning in found if warning]
+
+
+def check_tokenizer(found, shards, what, force):
+    """Refuse when `found`, the hash of `what`, is not that of the tokenizer the shards were made with. Returns a warning if forced."""
+    wanted = shards.manifest["tokenizer_sha256"]
+    if found == wanted:
+        return None
+    message = f"{what} has hash {str(found)[:12]}, {shards.folder} was made with {wanted[:12]}"
+    if not force:
+        raise UserError(f"{message}; use the tokenizer, shards and map that belong together (--force goes on all the same)")
+    return message

@@ -15,6 +15,7 @@ from torch import nn
 from common.target import process_logits
 
 TINY = torch.finfo(torch.float32).tiny
+DRAFTED = ("input_ids", "loss_mask", "aux_hidden_states", "target_argmax")  # what draft_hits reads of a sample
 CHUNK_BYTES = 128 * 1024 * 1024  # of logits at a time: large enough for full-speed products, small beside the model
 
 
@@ -243,7 +244,7 @@ def draft_hits(drafter, embedding, batch, map_rows, depths):
 
 
 def simulate(loss_mask, bounds, rows, hits):
-    """Walk over every answer as serving would: (reached, accepted), lists of K counts by depth.
+    """Walk over every answer as serving would: int64 [S, 2, K], how often document s reached depth k, and accepted there.
 
     An answer is a run of supervised tokens. Start at the row that predicts its second token (prefill gives the first), count
     consecutive hits up to K, move on by hits + 1, as long as there is a token of the answer left to predict.
@@ -251,8 +252,9 @@ def simulate(loss_mask, bounds, rows, hits):
     """
     depths = len(hits)
     mask, table = loss_mask.tolist(), {row: hit for row, hit in zip(rows.tolist(), hits.T.tolist(), strict=True)}
-    reached, accepted = [0] * depths, [0] * depths
+    counts = []
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        reached, accepted = [0] * depths, [0] * depths
         row = start
         while row < end:
             if not mask[row]:
@@ -272,11 +274,20 @@ def simulate(loss_mask, bounds, rows, hits):
                     depth += 1
                 t += depth + 1
             row = stop
-    return reached, accepted
+        counts.append([reached, accepted])
+    return torch.tensor(counts)
 
 
-def accept_figures(reached, accepted):
-    """(accept length, acceptance per depth) from counts by depth: 1 + accepted / verifications, and accepted / reached."""
-    if not reached or not reached[0]:
-        return None, [None] * len(reached)
-    return 1 + sum(accepted) / reached[0], [a / r if r else None for a, r in zip(accepted, reached, strict=True)]
+def simulated(drafter, embedding, map_rows, shards, samples, steps, progress=None):
+    """The counts of `simulate` for `samples` (numbers) of a Shards folder, int64 [S, 2, steps] on the CPU.
+
+    embedding: the target's raw table [V, H] on the drafter's device; map_rows: int64 [D] target ids there, or None.
+    """
+    counts = [torch.zeros(0, 2, steps, dtype=torch.int64)]
+    for first in range(0, len(samples), 8):
+        part = samples[first : first + 8]
+        batch = make_batch([shards.sample(int(number), DRAFTED) for number in part], embedding.device)
+        counts.append(simulate(batch["loss_mask"], batch["bounds"], *draft_hits(drafter, embedding, batch, map_rows, steps)))
+        if progress:
+            progress.update(len(part))
+    return torch.cat(counts)

@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.cli import UserError
-from common.drafter import Drafter, drafter_config, layer_ids, load_drafter, save_drafter
+from common.drafter import Drafter, check_embedding, drafter_config, layer_ids, load_drafter, save_drafter
 from common.target import open_target
-from tests import tiny
+from common.training import make_batch, ttt_hidden
+from tests import reference, tiny
+from tests.scripts import call
 
 TENSORS = {"fc.weight", "norm.weight", "lm_head.weight", *(f"midlayer.{name}.weight" for name in (
     "input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
@@ -40,6 +42,64 @@ def test_names_dtypes_and_map_of_both_vocabularies(target, tmp_path):
     assert config["draft_vocab_size"] == 50 and config["vocab_size"] == target.vocab_size == 328
     assert config["num_hidden_layers"] == 1 and config["tie_word_embeddings"] is False and config["max_position_embeddings"] == 512
     assert not {"num_experts", "quantization_config", "sliding_window", "norm_before_residual", "layer_types"} & config.keys()
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3", "gemma2", "mixtral", "llava", "gpt2"])
+def test_nothing_of_the_target_but_what_the_draft_has(tmp_path, kind):
+    """One layer, no biases, no experts, no quantisation, its own head, whatever the target's config says: these entries and no others."""
+    folder = tiny.make_target(tmp_path, kind)
+    raw = json.loads((folder / "config.json").read_text())
+    for part in (raw, raw.get("text_config", {})):
+        part |= {"attention_bias": True, "mlp_bias": True, "use_sliding_window": True, "sliding_window": 8, "n_routed_experts": 4,
+                 "quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "x.Y"}, "pretraining_tp": 2}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = drafter_config(open_target(folder), 100, [2, 4, 5])
+    assert config.keys() == {
+        "architectures", "model_type", "num_hidden_layers", "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "vocab_size",
+        "draft_vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_theta", "rope_scaling", "bos_token_id",
+        "eos_token_id", "torch_dtype"}
+    assert config["num_hidden_layers"] == 1 and config["model_type"] == "llama" and config["hidden_act"] == "silu"
+    assert not config["attention_bias"] and not config["mlp_bias"] and not config["tie_word_embeddings"]
+    assert config["draft_vocab_size"] == 100 and config["vocab_size"] == 328
+
+
+def test_an_embedding_is_the_targets_or_refused(tmp_path):
+    """vLLM drafts with what the folder holds, SGLang with the target's: a nearly equal one would make the two differ."""
+    target = open_target(tiny.make_target(tmp_path / "target"))
+    out = tmp_path / "out"
+    export(target, out)
+    check_embedding(out, target)  # none: the target's is taken
+    tensors = load_file(out / "model.safetensors")
+    embedding = target.embedding()
+    save_file({**tensors, "embed_tokens.weight": embedding.clone()}, out / "model.safetensors")
+    check_embedding(out, target)
+    drafter, _ = load_drafter(out)
+    assert not any("embed" in name for name in drafter.state_dict())
+    embedding[5, 7] *= 1.001
+    for other in (embedding, embedding[:300].clone()):
+        save_file({**tensors, "embed_tokens.weight": other}, out / "model.safetensors")
+        with pytest.raises(UserError, match=r"holds an embed_tokens.weight, .* not the one of .*, \[328, 64\]"):
+            check_embedding(out, target)
+
+
+def test_drafting_past_the_training_length(tmp_path):
+    """Trained on 40 tokens, drafting at position 300 follows the formulas, and serving may go as far as the target."""
+    target = tiny.make_target(tmp_path / "target")
+    tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(4))
+    call("extract_hidden_states", "--target", target, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "shards", "--max-length", 40)
+    call("train_drafter", "--shards", tmp_path / "shards", "--target", target, "--out", tmp_path / "out", "--draft-vocab", "full",
+         "--ttt-steps", 2, "--max-steps", 1)
+    drafter, _ = load_drafter(tmp_path / "out")
+    assert drafter.config["max_position_embeddings"] == 512
+    torch.manual_seed(0)
+    ids, aux, embedding = torch.randint(0, 328, (304,)), torch.randn(304, 3 * 64), open_target(target).embedding().float()
+    sample = {"input_ids": ids, "loss_mask": torch.ones(304), "aux_hidden_states": aux, "target_argmax": ids}
+    with torch.no_grad():
+        hidden = ttt_hidden(drafter, embedding, make_batch([sample]), torch.tensor([300]), 3)
+        found = drafter.lm_head(drafter.norm(hidden))[:, 0]
+    wanted = reference.draft_logits(drafter, embedding, ids, aux, 300, ids[302:304])
+    assert torch.allclose(found.double(), wanted, atol=1e-3, rtol=1e-3)
 
 
 def test_reload_gives_the_same_logits(target, tmp_path):
@@ -79,6 +139,23 @@ def test_rotary_settings_survive_export_in_both_spellings(tmp_path, rope):
         drafter, _ = load_drafter(tmp_path / "other")
         assert torch.allclose(drafter.inverse_frequencies, wanted.inv_freq, rtol=1e-6)
         assert drafter.rope_factor == pytest.approx(wanted.attention_scaling)
+
+
+@pytest.mark.parametrize("old", [{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+                                 {"type": "linear", "factor": 2.0}, None])
+def test_rotary_settings_of_a_target_in_the_old_spelling(tmp_path, old):
+    folder = tiny.make_target(tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 5000.0, "rope_scaling": old}))
+    export(open_target(folder), tmp_path / "out")
+    drafter, _ = load_drafter(tmp_path / "out")
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = {"rope_theta": 5000.0, **(old or {}), "rope_type": (old or {}).get("type", "default")}
+    wanted = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope))
+    assert torch.equal(drafter.inverse_frequencies, wanted.inv_freq) and drafter.rope_factor == wanted.attention_scaling
 
 
 def test_gemma3_takes_the_global_rope(tmp_path):

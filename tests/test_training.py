@@ -185,7 +185,7 @@ def test_simulated_walk_against_played_rounds():
         rows, supervised = supervised_rows(mask, [0, length], depths)
         hits = supervised & (torch.rand(supervised.shape, generator=torch.Generator().manual_seed(trial)) < 0.7)
         place = {row: i for i, row in enumerate(rows.tolist())}
-        reached, accepted = simulate(mask, [0, length], rows, hits)
+        reached, accepted = simulate(mask, [0, length], rows, hits)[0].tolist()
         wanted = reference.walk(mask.tolist(), lambda k, t: bool(hits[k, place[t]]), depths)  # noqa: B023
         assert (sum(accepted), reached[0]) == wanted
 

@@ -1,0 +1,202 @@
+"""The figures of an evaluation: from decoded answers to numbers with intervals, a table and a plot.
+
+An answer has ids, and of every verification `accepted` (drafts of it that are in the answer) and `reached` (depths judged there);
+a group has the answers that were decoded together, their wall time `seconds`, and draft_seconds and verify_seconds of its rounds.
+"""
+
+import os
+from statistics import median
+
+import numpy as np
+
+from common.cli import UserError
+from common.files import replace_file
+
+DRAWS = 2000  # of a bootstrap
+SHOWN = 5  # differences of one drafter in the table
+COLUMNS = [  # title, key, digits
+    ("vocab", "draft_vocab", 0), ("conc.", "concurrency", 0), ("accept", "accept_length", 3), ("95 %", "accept_length_interval", 2),
+    ("d", "acceptance", 3), ("simul.", "simulated_accept_length", 3), ("95 %", "simulated_accept_length_interval", 2),
+    ("s", "simulated_acceptance", 3), ("tok/s", "tokens_per_second", 1), ("plain", "baseline_tokens_per_second", 1),
+    ("speed-up", "speed_up", 2), ("95 %", "speed_up_interval", 2), ("draft ms", "draft_ms", 2), ("head", "head_share", 2),
+    ("verify ms", "verify_ms", 1),
+]
+
+
+def figures(plain_groups, groups, steps):
+    """The figures of one drafter over `groups`; plain_groups are the same prompts decoded without it, None where they were not.
+
+    What was not measured is None.
+    """
+    ours = [answer for group in groups for answer in group.answers]
+    accepted = [sum(answer.accepted) for answer in ours]
+    verifications = [len(answer.accepted) for answer in ours]
+    counts = [[sum(count >= depth for answer in ours for count in getattr(answer, name)) for depth in range(1, steps + 1)]
+              for name in ("reached", "accepted")]
+    length, acceptance = accept_figures(*counts)
+    speed, identical, plain_speed, speed_ups = [_tokens(group) for group in groups], None, [], None
+    if plain_groups is not None:
+        plain = [answer for group in plain_groups for answer in group.answers]
+        identical = sum(a.ids == b.ids for a, b in zip(plain, ours, strict=True))
+        plain_speed = [_tokens(group) for group in plain_groups]
+        speed_ups = interval([a + b for a, b in zip(speed, plain_speed, strict=True)], lambda sums: sums[0] * sums[3] / (sums[1] * sums[2]))
+    rate, plain_rate = _rate(speed), _rate(plain_speed)
+    drafting = [seconds for group in groups for seconds in group.draft_seconds]
+    verifying = [seconds for group in groups for seconds in group.verify_seconds]
+    return {
+        "accept_length": rounded(length), "accept_length_interval": accept_interval(accepted, verifications),
+        "acceptance": rounded(acceptance), "tokens_per_second": rounded(rate), "baseline_tokens_per_second": rounded(plain_rate),
+        "speed_up": rounded(rate / plain_rate) if rate and plain_rate else None, "speed_up_interval": speed_ups,
+        "identical": identical, "prompts": len(ours),
+        "draft_ms": rounded(1000 * median(drafting) / steps) if drafting else None,  # medians: other work on the machine
+        "verify_ms": rounded(1000 * median(verifying)) if verifying else None,  # must not decide them
+        "verifications": sum(verifications), "accepted": sum(accepted), "tokens": sum(tokens for tokens, _ in speed),
+    }
+
+
+def simulated_figures(counts):
+    """The same of simulated walks. counts: int [S, 2, K], of every sample how often depth k was reached and accepted."""
+    counts = np.asarray(counts)
+    length, acceptance = accept_figures(*counts.sum(0).tolist())
+    return {"simulated_accept_length": rounded(length),
+            "simulated_accept_length_interval": accept_interval(counts[:, 1].sum(1), counts[:, 0, 0]),
+            "simulated_acceptance": rounded(acceptance)}
+
+
+def accept_figures(reached, accepted):
+    """(accept length, acceptance per depth) from counts by depth: 1 + accepted / verifications, and accepted / reached."""
+    if not reached or not reached[0]:
+        return None, [None] * len(reached)
+    return 1 + sum(accepted) / reached[0], [a / r if r else None for a, r in zip(accepted, reached, strict=True)]
+
+
+def accept_interval(accepted, verifications):
+    """95 % interval of the accept length over prompts: int [P] each."""
+    return interval(np.stack([accepted, verifications], axis=1), lambda sums: 1 + sums[0] / sums[1])
+
+
+def interval(rows, statistic):
+    """[low, high] of 95 % by bootstrap over rows [n, c]; statistic maps column sums [c, draws] to [draws]. None below two rows."""
+    rows = np.asarray(rows, dtype=np.float64)
+    if len(rows) < 2:
+        return None
+    drawn = np.random.default_rng(0).integers(len(rows), size=(DRAWS, len(rows)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = statistic([column[drawn].sum(1) for column in rows.T])
+    values = values[np.isfinite(values)]  # a draw of prompts that end at their first token has no accept length
+    return rounded(np.quantile(values, [0.025, 0.975]).tolist()) if len(values) else None
+
+
+def rounded(value):
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return None if value is None else round(float(value), 4)
+
+
+def _tokens(group):
+    return [sum(len(answer.ids) for answer in group.answers), group.seconds]
+
+
+def _rate(speed):
+    seconds = sum(seconds for _, seconds in speed)
+    return sum(tokens for tokens, _ in speed) / seconds if seconds else None
+
+
+def table(summary):
+    """The summary as lines of at most 160 characters; columns that nothing was measured for are left out."""
+    settings, entries = summary["settings"], summary["drafters"]
+    words = [f"{key.replace('_', ' ')} {settings[key]}" for key in
+             ("backend", "dtype", "device", "threads", "steps", "topk", "draft_tokens", "temperature") if settings.get(key) is not None]
+    lines = [f"{summary['target']}, {summary['prompts']} prompts: {', '.join(words)}"]
+    for key, name in (("baseline_tokens_per_second", "plain decoding"), ("transformers_tokens_per_second", "transformers' own generate")):
+        if summary.get(key) is not None:
+            lines.append(f"{name}: {summary[key]:.1f} tokens/s")
+    rows = []
+    for name, entry in zip(names(entries), entries, strict=True):
+        rows.append((name, entry))
+        parts = entry.get("categories") or {}
+        rows += [(f"  {category}", part) for category, part in parts.items() if len(parts) > 1]
+    columns = [["drafter", *(name for name, _ in rows)]]
+    for title, key, digits in COLUMNS:
+        values = [entry.get(key, "") for _, entry in rows]
+        if key in ("acceptance", "simulated_acceptance"):
+            depths = max((len(value) for value in values if value), default=0)
+            found = [(f"{title}{depth + 1}", [value[depth] if value else None for value in values]) for depth in range(depths)]
+        else:
+            found = [(title, values)]
+        columns += [[title, *(_cell(value, digits) for value in values)] for title, values in found
+                    if any(value not in (None, "") for value in values)]
+    columns.append(["identical", *("-" if entry.get("identical") is None else f"{entry['identical']} of {entry['prompts']}"
+                                   for _, entry in rows)])
+    widths = [max(map(len, column)) for column in columns]
+    widths[0] = min(widths[0], max(12, 160 - sum(widths[1:]) - 2 * len(widths[1:])))
+    for first, *cells in zip(*columns, strict=True):
+        short = first if len(first) <= widths[0] else f"{first[: 2 if first[0] == ' ' else 0]}…{first[-widths[0] + 3 :]}"
+        lines.append("  ".join([f"{short:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))]))
+    for name, entry in zip(names(entries), entries, strict=True):
+        if differences := entry.get("differences"):
+            lines.append(f"{name} differs from plain decoding in {len(differences)} of {entry['prompts']} prompts")
+            lines += [f"  line {one['line']}, answer token {one['position']}: {one['drafted']} for {one['plain']}"
+                      + ("" if one.get("gap") is None else f"; the target's two best logits are {one['gap']:.4g} apart there")
+                      for one in differences[:SHOWN]]
+            if len(differences) > SHOWN:
+                lines.append(f"  and {len(differences) - SHOWN} more in the summary")
+    return lines
+
+
+def _cell(value, digits):
+    if value == "":  # drafters have it and categories do not
+        return value
+    if isinstance(value, list):
+        return "-".join(f"{item:.{digits}f}" for item in value)
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def names(entries):
+    """What sets the drafters' folders apart, with the concurrency where there are several."""
+    folders = [os.path.abspath(entry["drafter"]) for entry in entries]
+    base = os.path.commonpath([os.path.dirname(folder) for folder in folders]) if folders else ""
+    several = len({entry.get("concurrency") for entry in entries}) > 1
+    return [os.path.relpath(folder, base) + (f" x{entry['concurrency']}" if several else "")
+            for folder, entry in zip(folders, entries, strict=True)]
+
+
+def plot(path, summary):
+    """Write a PNG: accept length with its interval per drafter and category, and acceptance per depth."""
+    Figure = figure_class()
+    entries = summary["drafters"]
+    groups = list(dict.fromkeys([None, *(name for entry in entries for name in entry.get("categories") or {})]))
+    figure = Figure(figsize=(6 + max(5, 0.35 * len(groups) * len(entries)), 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[max(5, 0.35 * len(groups) * len(entries)), 5])
+    width = min(0.8 / max(len(entries), 1), 0.3)
+    for number, (name, entry) in enumerate(zip(names(entries), entries, strict=True)):
+        kind = "" if entry.get("accept_length") is not None else "simulated_"
+        places, heights, errors = [], [], []
+        for place, group in enumerate(groups):
+            part = entry if group is None else (entry.get("categories") or {}).get(group, {})
+            if (height := part.get(f"{kind}accept_length")) is not None:
+                low, high = part.get(f"{kind}accept_length_interval") or (height, height)
+                places.append(place + (number - (len(entries) - 1) / 2) * width)
+                heights.append(height - 1)
+                errors.append((max(height - low, 0), max(high - height, 0)))
+        label = f"{name}{' (simulated)' if kind else ''}"
+        left.bar(places, heights, width * 0.9, bottom=1, yerr=np.array(errors).T if errors else None, capsize=2, label=label)
+        depths = [(depth, value) for depth, value in enumerate(entry.get(f"{kind}acceptance") or [], start=1) if value is not None]
+        right.plot(*zip(*depths, strict=True) if depths else ([], []), marker="o", label=label)
+    left.set_xticks(range(len(groups)), ["all", *groups[1:]], **({"rotation": 30, "ha": "right"} if len(groups) > 4 else {}))
+    left.set_ylabel("accept length (1 = nothing accepted), 95 % interval")
+    right.set(xlabel="depth", ylabel="acceptance of the drafts that were reached", ylim=(0, 1.02),
+              xticks=range(1, summary["settings"]["steps"] + 1))
+    right.grid(alpha=0.3)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.suptitle(str(summary["target"]), fontsize="medium")
+    replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+
+
+def figure_class():
+    """matplotlib's Figure, imported only where something is plotted."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--plot needs matplotlib, which is not installed; pip install matplotlib, or leave --plot out") from None
+    return Figure
