@@ -120,17 +120,24 @@ def _merge(old, new):
     return cache, padding, torch.cat([last, other_last])
 
 
-def _choose(model, last, sampling, uniforms):
-    """int64 [B]: the next ids for last states [B, H]; sampled by inverting the cumulative distribution at `uniforms`."""
-    if not sampling["temperature"]:
-        return model.argmax(last)
-    logits = model.logits(last) / sampling["temperature"]  # [B, V]
-    ids = None
+def distribution(logits, sampling):
+    """(chances, ids or None) of float32 logits [..., V] at temperature, top_k and top_p: chances [..., C] sum to 1, of token ids
+    [..., C], likeliest first, or of all in order (None)."""
+    logits, ids = logits / sampling["temperature"], None
     if sampling["top_k"] or sampling["top_p"] < 1:
         logits, ids = logits.topk(min(sampling["top_k"] or logits.shape[-1], logits.shape[-1]))
     chances = logits.softmax(-1)
     if sampling["top_p"] < 1:
         chances = chances.masked_fill(chances.cumsum(-1) - chances >= sampling["top_p"], 0.0)
+        chances = chances / chances.sum(-1, keepdim=True)
+    return chances, ids
+
+
+def _choose(model, last, sampling, uniforms):
+    """int64 [B]: the next ids for last states [B, H]; sampled by inverting the cumulative distribution at `uniforms`."""
+    if not sampling["temperature"]:
+        return model.argmax(last)
+    chances, ids = distribution(model.logits(last), sampling)
     ladder = chances.double().cumsum(-1)
     places = torch.tensor(uniforms, dtype=torch.float64, device=last.device) * ladder[:, -1]
     places = torch.searchsorted(ladder, places[:, None], right=True)

@@ -36,9 +36,6 @@ class GrowingLayer(DynamicLayer):
         buffer[:, :, :used] = kept
         return buffer
 
-    def truncate(self, length):
-        self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
-
     def select(self, rows, first=0):
         """Keep only the batch rows `rows` and the positions from `first` on."""
         self.keys, self.values = self.keys[rows, :, first:], self.values[rows, :, first:]
@@ -46,18 +43,90 @@ class GrowingLayer(DynamicLayer):
 
 
 class GrowingCache(Cache):
-    """KV cache of a decoder for `forward(cache=...)`: grows in place, can be cut back and thinned out."""
+    """KV cache of a decoder for `forward(cache=...)`: grows in place, can be thinned out."""
 
     def __init__(self):
         super().__init__(layer_class_to_replicate=GrowingLayer)
 
-    def truncate(self, length):
-        for layer in self.layers:
-            layer.truncate(length)
-
     def select(self, rows, first=0):
         for layer in self.layers:
             layer.select(rows, first)
+
+
+class SlotLayer(DynamicLayer):
+    """A layer of a SlotCache."""
+
+    def __init__(self, cache):
+        super().__init__()
+        self.cache = cache
+
+    def get_seq_length(self):
+        return self.cache.past
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Write [B, kv, T, d] where the cache says, and return everything up to the last slot in use, [B, kv, end, d]."""
+        cache = self.cache
+        if not self.is_initialized:  # zeros, as a masked slot's weight of 0 must not meet a NaN
+            self.keys, self.values = (states.new_zeros(len(cache.lengths), states.shape[1], cache.capacity, states.shape[3])
+                                      for states in (key_states, value_states))
+            self.is_initialized = True
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            if cache.row is not None:
+                buffer[cache.row, :, : states.shape[2]] = states[0]
+            elif cache.slots is None:
+                buffer[:, :, cache.past : cache.end] = states
+            else:
+                buffer[cache.rows, :, cache.slots] = states.transpose(1, 2)
+        if cache.row is not None:
+            return key_states, value_states
+        return self.keys[:, :, : cache.end], self.values[:, :, : cache.end]
+
+
+class SlotCache(Cache):
+    """A preallocated KV cache of B sequences, each of its own length; what lies behind a sequence's length is overwritten."""
+
+    def __init__(self, layers, batch, capacity):
+        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+        self.lengths, self.capacity = [0] * batch, capacity
+        self.past = self.end = 0
+        self.row = self.rows = self.slots = None
+
+    def fill(self, row):
+        """The next forward pass is over the prompt of sequence `row` alone."""
+        self.row, self.past = row, 0
+
+    def append(self, count, device):
+        """The next forward pass appends `count` tokens to every sequence. Returns the lengths, int64 [B, 1]."""
+        self.row, self.past = None, max(self.lengths)
+        self.end = self.past + count
+        lengths = torch.tensor(self.lengths, device=device)[:, None]
+        self.rows = self.slots = None
+        if len(self.lengths) > 1:
+            self.rows, self.slots = torch.arange(len(lengths), device=device)[:, None], lengths + torch.arange(count, device=device)
+        return lengths
+
+    def copy(self, row, part, length):
+        """The sequences `part`, a slice, have the same first `length` tokens as `row`."""
+        for layer in self.layers:
+            layer.keys[part], layer.values[part] = layer.keys[row].clone(), layer.values[row].clone()
+        self.lengths[part] = [length] * (part.stop - part.start)
+
+    def keep(self, path, counts):
+        """Of the tokens appended last, each sequence keeps its first `counts` (a list of B) of int64 [B, P] `path`, ascending; None
+        for a path that is 0, 1, 2, ..."""
+        if path is not None:
+            rows = torch.arange(len(path), device=path.device)[:, None]
+            old = torch.tensor(self.lengths, device=path.device)[:, None] + path
+            new = old - path + torch.arange(path.shape[1], device=path.device)
+            for layer in self.layers:
+                layer.keys[rows, :, new], layer.values[rows, :, new] = layer.keys[rows, :, old], layer.values[rows, :, old]
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def select(self, rows):
+        """Keep only the sequences `rows`, a list."""
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self.lengths = [self.lengths[row] for row in rows]
 
 
 class TargetModel:
@@ -97,6 +166,38 @@ class TargetModel:
                               use_cache=cache is not None, **{self.cache_argument: cache})
         aux = torch.cat([self.captured[layer] for layer in self.layers], dim=-1)
         return aux, output.last_hidden_state
+
+    @torch.inference_mode()
+    def judge_states(self, cache, tokens, depths=None, ancestors=None):
+        """`states` of N more tokens behind each sequence of a SlotCache: int64 [B, N].
+
+        Of a tree: depths int64 [B, N] below the first token, ancestors bool [B, N, N] (itself included); None for a chain.
+        """
+        count = tokens.shape[1]
+        lengths = cache.append(count, tokens.device)  # [B, 1]
+        if ancestors is None:
+            if len(tokens) == 1:
+                return self.states(tokens, cache)  # transformers' own mask is right, and none for one token
+            depths = torch.arange(count, device=tokens.device).expand(tokens.shape)
+            ancestors = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), count, count)
+        slots = lengths + torch.arange(count, device=tokens.device)  # [B, N]
+        places = torch.arange(cache.end, device=tokens.device)
+        seen = (places < lengths)[:, None].repeat(1, count, 1).scatter_(2, slots[:, None].expand_as(ancestors), ancestors)  # [B, N, end]
+        positions = lengths + depths
+        masks = {"full_attention": seen}
+        if window := self.target.text.get("sliding_window"):
+            place_positions = places.expand(len(tokens), -1).scatter(1, slots, positions)
+            masks["sliding_attention"] = seen & (positions[:, :, None] - place_positions[:, None] < window)
+        # added to the scores, which eager attention and sdpa both do
+        lowest = torch.finfo(self.dtype).min
+        masks = {kind: torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, lowest)[:, None]
+                 for kind, mask in masks.items()}
+        kinds = set(self.target.text.get("layer_types") or ())
+        if kinds - masks.keys():
+            raise UserError(f"{self.target.name} has layers of {', '.join(sorted(kinds - masks.keys()))}, for which neither trees nor "
+                            f"several prompts at a time can be verified here; give --topk 1 --concurrency 1")
+        mask = {kind: masks[kind] for kind in kinds} if kinds else list(masks.values())[-1]
+        return self.states(tokens, cache, mask, positions)
 
     @torch.inference_mode()
     def logits(self, last):

@@ -1,4 +1,4 @@
-"""Tiny random targets with a tokenizer and a chat template, made on the spot."""
+"""Tiny random targets with a tokenizer and a chat template, and random drafters for them, made on the spot."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,9 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from common.drafter import Drafter, drafter_config, save_drafter
+from common.target import default_layers
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -31,7 +34,7 @@ def save_tokenizer(folder, chat_template=CHAT_TEMPLATE):
     return fast
 
 
-def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_template=CHAT_TEMPLATE, sharp=True):
+def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_template=CHAT_TEMPLATE, sharp=True, head_dim=16):
     """Save a random model of `kind` with a tokenizer into `folder` and return the folder.
 
     vocab_size is larger than the tokenizer, as padded lm_heads are. `sharp` scales the embedding, so that answers are not one
@@ -44,7 +47,7 @@ def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_tem
                  num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=0)
     tied = kind.endswith("_tied")
     if kind in ("llama", "llama_tied"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=tied))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, head_dim=head_dim, tie_word_embeddings=tied))
     elif kind == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=32, tie_word_embeddings=False))
     elif kind == "gemma2":
@@ -97,3 +100,20 @@ def conversations(count=24, seed=0):
             {"role": "assistant", "content": f"{a} + {b} = {a + b}. So it is {a + b}."},
         ]})
     return rows
+
+
+def make_drafter(path, target, size=None, layers=None, seed=1, training=True, **other):
+    """A random drafter's folder; of the reduced vocabulary `size` it holds every third id and what is left to fill it."""
+    torch.manual_seed(seed)
+    layers, rows = layers or default_layers(target.num_layers), None
+    if size:
+        order = [*range(0, target.vocab_size, 3), *(i for i in range(target.vocab_size) if i % 3)]
+        rows = torch.tensor(sorted(order[:size]))
+    config = {**drafter_config(target, size or target.vocab_size, layers), "torch_dtype": "float32", **other}
+    if training:
+        config["training"] = {"target": target.facts(), "layers": layers}
+    drafter = Drafter(config)
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3 if parameter.dim() == 1 else 0.2)
+    save_drafter(path, drafter.state_dict(), config, rows)
+    return path

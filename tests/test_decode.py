@@ -1,0 +1,312 @@
+"""The local engine: what is drafted, what is accepted and counted, and that answers are those of plain decoding."""
+
+import pytest
+import torch
+
+from common import decode as engine
+from common import sampling_check
+from common.decode import Answer, Draft, Group, Tree, cut, decode, transformers_generate
+from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
+from common.figures import figures
+from common.sampling_check import check_sampling, chi_square
+from common.target import default_layers, open_target
+from common.target_model import TargetModel
+from tests import tiny
+from tests.reference import draft_logits
+
+LAYERS = default_layers(8)
+STEPS = 3
+TREE = {"steps": 3, "topk": 3, "draft_tokens": 9}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return TargetModel(open_target(tiny.make_target(tmp_path_factory.mktemp("target"))), LAYERS, "float32", device="cpu")
+
+
+def prompts(count=3, length=9):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 300, (length + 2 * n,), generator=generator).tolist() for n in range(count)]
+
+
+def load(model, path):
+    drafter, rows = load_drafter(path)
+    return drafter, model.target.embedding().float(), rows
+
+
+def ids(group):
+    return [answer.ids for answer in group.answers]
+
+
+def speculate(model, path, prompt, limit=24, eos_ids=frozenset(), steps=STEPS, **tree):
+    return decode(model, [prompt], limit, eos_ids, load(model, path), **{"steps": steps, "draft_tokens": steps + 1, **tree}).answers[0]
+
+
+def oracle(monkeypatch, model, asked, wrong=lambda position: False):
+    """Make every drafter an oracle for the prompts. Returns 100 ids of the plain answer of each."""
+    plain = [ids(decode(model, [prompt], 100, frozenset()))[0] for prompt in asked]
+
+    def whole(draft, row):  # the sequence is known by what was read of it, as rows leave the batch
+        return next(prompt + answer for prompt, answer in zip(asked, plain, strict=True) if prompt == draft.prompts[row])
+
+    prefill, select = Draft.prefill, Draft.select
+
+    def remember(draft, part, aux, next_ids):
+        draft.prompts = {**getattr(draft, "prompts", {}), part.start: next(p for p in asked if p[1:] == next_ids[0, :-1].tolist())}
+        prefill(draft, part, aux, next_ids)
+
+    def chosen(draft, rows):
+        draft.prompts = {new: draft.prompts[row] for new, row in enumerate(rows)}
+        select(draft, rows)
+
+    def chain(draft, roots, steps, *_):
+        tokens = []
+        for row, length in enumerate(draft.lengths):
+            full = whole(draft, row)
+            places = range(length + 1, length + 1 + steps)
+            tokens.append([full[place] + 1 if wrong(place - len(draft.prompts[row])) else full[place] for place in places])
+        return Tree(torch.cat([roots[:, None], torch.tensor(tokens)], 1))
+
+    def tree(draft, roots, steps, topk, draft_tokens):
+        """Two branches behind every node; the right token is on one that changes, and is missing where `wrong` says so."""
+        tokens = []
+        for row, length in enumerate(draft.lengths):
+            full, own = whole(draft, row), [0]
+            for depth in range(1, 3):
+                place = length + depth
+                right = full[place] if not wrong(place - len(draft.prompts[row])) else (full[place] + 5) % 300
+                pair = [right, right + 1] if place % 2 else [right + 1, right]
+                own += pair * (2 ** (depth - 1))
+            tokens.append(own)
+        tokens = torch.tensor(tokens)
+        tokens[:, 0] = roots
+        parents = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+        ancestors = torch.eye(7, dtype=torch.bool)
+        for _ in range(3):
+            ancestors = ancestors | ancestors[parents]
+        many = len(roots)
+        return Tree(tokens, torch.tensor([0, 1, 1, 2, 2, 2, 2]).expand(many, 7), ancestors.expand(many, 7, 7))
+
+    for name, function in (("prefill", remember), ("select", chosen), ("chain", chain), ("tree", tree)):
+        monkeypatch.setattr(Draft, name, function)
+    return plain
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("size", [None, 120])
+def test_answers_equal_plain_decoding(tmp_path, kind, size):
+    """Chain and tree, alone and in a batch; a batch drafts what each prompt drafts alone."""
+    target = open_target(tiny.make_target(tmp_path / "target", kind))
+    model = TargetModel(target, LAYERS, "float32", device="cpu")
+    drafter = load(model, tiny.make_drafter(tmp_path / "drafter", target, size))
+    asked = prompts(3)
+    plain = [ids(decode(model, [prompt], 20, {2}))[0] for prompt in asked]
+    assert ids(decode(model, asked, 20, {2})) == plain
+    for shape in ({}, TREE):
+        alone = [decode(model, [prompt], 20, {2}, drafter, **shape).answers[0] for prompt in asked]
+        together = decode(model, asked, 20, {2}, drafter, **shape).answers
+        assert [answer.ids for answer in alone] == plain and together == alone
+    if size:
+        assert [ids(transformers_generate(model, prompt, 20, {2}))[0] for prompt in asked] == plain
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma2", "mixtral", "gpt2"])
+@pytest.mark.parametrize("topk", [1, 2])
+def test_a_half_right_drafter_is_accepted_in_part_and_changes_nothing(tmp_path, monkeypatch, kind, topk):
+    """Caches of target and drafter are cut at every possible place; ids must stay those of plain decoding, of each row of a batch."""
+    target = open_target(tiny.make_target(tmp_path / "target", kind))
+    model = TargetModel(target, LAYERS, "float32", device="cpu")
+    drafter = load(model, tiny.make_drafter(tmp_path / "drafter", target))
+    asked = prompts(3)
+    plain = oracle(monkeypatch, model, asked, wrong=lambda place: place % 13 in (0, 1, 3, 6))
+    shape = {"topk": topk, "draft_tokens": 7} if topk > 1 else {}
+    for limit, group in ((60, asked), (33, asked[:1]), (41, asked[1:])):
+        answers = decode(model, group, limit, frozenset(), drafter, **shape).answers
+        assert [answer.ids for answer in answers] == [plain[asked.index(prompt)][:limit] for prompt in group]
+        for answer in answers:
+            assert set(answer.accepted) == ({0, 1, 2, 3} if topk == 1 else {0, 1, 2}), answer.accepted
+
+
+def test_constructed_drafters_give_exactly_steps_plus_1_and_1(model, tmp_path, monkeypatch):
+    path = tiny.make_drafter(tmp_path / "drafter", model.target)
+    prompt = prompts(1)[0]
+    for steps in (1, 3, 5):
+        limit = 1 + 4 * (steps + 1)
+        plain = oracle(monkeypatch, model, [prompt])[0][:limit]
+        baseline = [Group([Answer(plain)], 1.0)]
+        right = speculate(model, path, prompt, limit, steps=steps)
+        found = figures(baseline, [Group([right], 1.0)], steps)
+        assert right.ids == plain
+        assert found["accept_length"] == steps + 1 and found["acceptance"] == [1.0] * steps and found["verifications"] == 4
+        oracle(monkeypatch, model, [prompt], wrong=lambda place: True)
+        wrong = speculate(model, path, prompt, limit, steps=steps)
+        found = figures(baseline, [Group([wrong], 1.0)], steps)
+        assert wrong.ids == plain
+        assert found["accept_length"] == 1.0 and found["acceptance"] == [0.0] + [None] * (steps - 1)
+        assert found["verifications"] == limit - 1
+
+
+@pytest.mark.parametrize("size", [None, 120])
+def test_drafting_equals_recomputation_step_by_step(model, tmp_path, monkeypatch, size):
+    """Every round's drafts against section-1 formulas in float64 without any cache, after accepted and rejected drafts alike."""
+    drafter, embedding, rows = load(model, tiny.make_drafter(tmp_path / "drafter", model.target, size))
+    prompt = prompts(1)[0]
+    full = prompt + ids(decode(model, [prompt], 60, frozenset()))[0]
+    aux, _ = model.states(torch.tensor([full]))
+    logits, chains = [], []
+    head, chain = Draft.head, Draft.chain
+
+    def spy(draft, hidden):
+        logits[-1].append(head(draft, hidden)[0])
+        return head(draft, hidden)
+
+    def half(draft, roots, steps, *more):
+        """Real drafting, whose result is replaced by the right tokens in every other round so that some are accepted."""
+        logits.append([])
+        chains.append(chain(draft, roots, steps, *more).tokens[0].tolist())
+        right = full[draft.lengths[0] + 1 : draft.lengths[0] + 1 + steps]
+        return Tree(torch.tensor([[chains[-1][0], *right] if len(chains) % 2 else chains[-1]]))
+
+    monkeypatch.setattr(Draft, "head", spy)
+    monkeypatch.setattr(Draft, "chain", half)
+    answer = decode(model, [prompt], 24, frozenset(), (drafter, embedding, rows), steps=4, draft_tokens=5).answers[0]
+    assert answer.ids == full[len(prompt) : len(prompt) + 24]
+    root = len(prompt)
+    assert len(chains) >= 6
+    for tokens, found, accepted in zip(chains, logits, answer.accepted, strict=True):
+        wanted = draft_logits(drafter, embedding, full, aux[0], root - 1, tokens[1:-1])
+        assert torch.allclose(torch.stack(found).double(), wanted, atol=1e-4, rtol=1e-4)
+        best = wanted.argmax(-1)
+        assert tokens[1:] == (best if rows is None else rows[best]).tolist()
+        root += accepted + 1
+
+
+def slow_tree(drafter, embedding, rows, full, aux, t, steps, topk, draft_tokens):
+    """EAGLE-2's tree behind row t, every node recomputed from nothing: [(path of target ids, chance)], the likeliest of all nodes."""
+    beams, nodes = [((), 1.0)], []
+    for _ in range(steps):
+        new = []
+        for path, chance in beams:
+            share = draft_logits(drafter, embedding, full, aux, t, list(path))[-1].softmax(-1)
+            for token in share.argsort(descending=True)[:topk].tolist():
+                new.append((path + (token if rows is None else int(rows[token]),), chance * float(share[token])))
+        nodes += new
+        beams = sorted(new, key=lambda node: -node[1])[:topk]
+    return sorted(nodes, key=lambda node: -node[1])[: draft_tokens - 1]
+
+
+@pytest.mark.parametrize("size", [None, 120])
+def test_a_tree_holds_the_likeliest_paths(model, tmp_path, monkeypatch, size):
+    drafter, embedding, rows = load(model, tiny.make_drafter(tmp_path / "drafter", model.target, size))
+    asked, trees = prompts(2), []
+    tree = Draft.tree
+    monkeypatch.setattr(Draft, "tree", lambda draft, *rest: trees.append((list(draft.lengths), tree(draft, *rest))) or trees[-1][1])
+    group = decode(model, asked, 4, frozenset(), (drafter, embedding, rows), steps=3, topk=3, draft_tokens=9)
+    for row, (prompt, answer) in enumerate(zip(asked, group.answers, strict=True)):
+        full = prompt + answer.ids
+        aux, _ = model.states(torch.tensor([full]))
+        for lengths, (tokens, depths, ancestors, _) in trees[:2]:
+            t = lengths[row] - 1
+            assert int(tokens[row, 0]) == full[t + 1]
+            wanted = slow_tree(drafter, embedding, rows, full, aux[0], t, 3, 3, 9)
+            paths = [tuple(tokens[row, ancestors[row, node]].tolist()[1:]) for node in range(9)]
+            assert sorted(paths[1:]) == sorted(path for path, _ in wanted)
+            assert depths[row].tolist() == [len(path) for path in paths]
+
+
+def test_an_end_token_in_an_accepted_run_cuts(model, tmp_path, monkeypatch):
+    path = tiny.make_drafter(tmp_path / "drafter", model.target)
+    prompt = prompts(1)[0]
+    plain = oracle(monkeypatch, model, [prompt])[0]
+    place = next(n for n in range(1, 40) if n % 4 == 2 and plain[n] not in plain[:n])  # the second draft of a round
+    answer = speculate(model, path, prompt, 60, eos_ids={plain[place]})
+    assert answer.ids == plain[: place + 1] == ids(decode(model, [prompt], 60, {plain[place]}))[0]
+    assert answer.accepted == [3] * (place // 4) + [2] and answer.reached == answer.accepted
+
+
+@pytest.mark.parametrize("limit, accepted, reached", [(1, [], []), (2, [1], [1]), (4, [3], [3]), (5, [3], [3]), (6, [3, 1], [3, 1])])
+def test_the_limit_cuts(model, tmp_path, monkeypatch, limit, accepted, reached):
+    path = tiny.make_drafter(tmp_path / "drafter", model.target)
+    prompt = prompts(1)[0]
+    plain = oracle(monkeypatch, model, [prompt])[0]
+    answer = speculate(model, path, prompt, limit)
+    assert (answer.ids, answer.accepted, answer.reached) == (plain[:limit], accepted, reached)
+
+
+def test_cut():
+    assert cut([5, 6, 7], 9, {6}) == [5, 6]
+    assert cut([5, 6, 7], 2, {7}) == [5, 6]
+    assert cut([5, 6, 7], 9, {8}) == [5, 6, 7]
+
+
+def test_a_token_outside_the_draft_vocabulary_is_a_miss(model, tmp_path):
+    """The head's only ids are ones that the target never writes: each verification counts, and accepts nothing."""
+    prompt = prompts(1)[0]
+    written = set(ids(decode(model, [prompt], 24, frozenset()))[0])
+    config = {**drafter_config(model.target, 20, LAYERS), "torch_dtype": "float32"}
+    rows = torch.tensor([i for i in range(model.target.vocab_size) if i not in written][:20])
+    save_drafter(tmp_path / "drafter", Drafter(config).state_dict(), config, rows)
+    answer = speculate(model, tmp_path / "drafter", prompt)
+    assert answer.accepted == [0] * 23 and answer.reached == [1] * 23
+    assert {token for candidates in answer.candidates for token in candidates[1:]} <= set(rows.tolist())
+
+
+def test_candidates_are_the_root_and_its_drafts(model, tmp_path):
+    answer = speculate(model, tiny.make_drafter(tmp_path / "drafter", model.target), prompts(1)[0])
+    assert all(len(candidates) == STEPS + 1 for candidates in answer.candidates)
+    roots, place = [], 0
+    for accepted in answer.accepted:
+        roots.append(answer.ids[place])
+        place += accepted + 1
+    assert [candidates[0] for candidates in answer.candidates] == roots
+
+
+def test_chi_square_has_the_known_tail():
+    found = chi_square(torch.tensor([60.0, 40.0], dtype=torch.float64), torch.tensor([50.0, 50.0], dtype=torch.float64))
+    assert found["chi_square"] == 4.0 and abs(found["p_value"] - 0.0455003) < 1e-6
+    found = chi_square(torch.tensor([30.0, 68.0, 2.0], dtype=torch.float64), torch.tensor([33.0, 66.0, 1.0], dtype=torch.float64))
+    assert found["cells"] == 2  # what is expected only once is counted with its neighbour
+
+
+FLAT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory):
+    """A target whose answers vary."""
+    target = open_target(tiny.make_target(tmp_path_factory.mktemp("flat"), sharp=False))
+    model = TargetModel(target, LAYERS, "float32", device="cpu")
+    model.lm_head.weight.mul_(20)
+    return model
+
+
+@pytest.mark.parametrize("draws, size, shape, sampling", [
+    (20000, 120, {}, FLAT), (4000, None, {}, FLAT), (4000, 120, {}, {"temperature": 1.5, "top_p": 0.9, "top_k": 0}),
+    (4000, None, {}, {"temperature": 1.3, "top_p": 1.0, "top_k": 12}), (4000, 120, TREE, FLAT)])
+def test_sampling_draws_from_the_targets_distribution(flat, tmp_path, monkeypatch, draws, size, shape, sampling):
+    monkeypatch.setattr(sampling_check, "BATCH", 1000)
+    drafter = load(flat, tiny.make_drafter(tmp_path / "drafter", flat.target, size))
+    shape = {"steps": 3, "topk": 1, "draft_tokens": 4, **shape}
+    found = check_sampling(flat, prompts(1)[0], draws, sampling, drafter, LAYERS, **shape, generator=torch.Generator().manual_seed(1))
+    assert found["cells"] > 5 and found["p_value"] > 1e-3, found
+
+
+@pytest.mark.parametrize("fault", ["accepts too much", "draws the replacement from p", "forgets the map"])
+def test_a_broken_sampler_is_caught(flat, tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(sampling_check, "BATCH", 1000)
+    drafter, embedding, rows = load(flat, tiny.make_drafter(tmp_path / "drafter", flat.target, 120))
+    if fault == "accepts too much":
+        monkeypatch.setattr(engine.torch, "rand", lambda shape, **_: torch.zeros(shape))
+    elif fault == "draws the replacement from p":
+        monkeypatch.setattr(torch.Tensor, "clamp_", lambda tensor, **_: tensor + 1)
+    else:
+        rows = torch.arange(120)
+        chain = Draft.chain
+
+        def shifted(draft, *rest):
+            tree = chain(draft, *rest)
+            return tree._replace(chances=tree.chances.roll(1, 2))
+
+        monkeypatch.setattr(Draft, "chain", shifted)
+    found = check_sampling(flat, prompts(1)[0], 4000, FLAT, (drafter, embedding, rows), LAYERS, 3, 1, 4, torch.Generator().manual_seed(1))
+    assert found["p_value"] < 1e-6, found
