@@ -1,155 +1,185 @@
 #!/usr/bin/env python3
 """Measure drafters: how many drafted tokens the target accepts, and how much faster that makes it.
 
-Decodes prompts with the target in transformers, greedily and one at a time: plainly, and with every drafter given, in turn, in
-the same run. Prints a table on stderr and one line of JSON on stdout. In float32 the answers must equal those of plain decoding,
-id by id; the exit code is 1 if any differs.
+Decodes prompts plainly and with every drafter given, with the target in transformers (in turn, in the same run) or on SGLang
+servers. With --shards also, or only, the accept length is simulated on held-out samples, for which no target runs. Prints a table
+on stderr and one line of JSON on stdout. In float32, greedy answers must equal those of plain decoding id by id: exit code 1 if not.
 """
 
 import json
+import shlex
+import sys
+import tempfile
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from common.cli import Parser, Progress, UserError, positive_int, run, say
-from common.conversations import Skip, parse_row, read_rows
-from common.decode import plain_decode, speculative_decode
-from common.drafter import load_drafter
+from common.cli import Parser, Progress, UserError, in_range, positive_int, run, say
+from common.decode import decode, head_seconds, transformers_generate
+from common.drafter import check_embedding, load_drafter
+from common.figures import figure_class, figures, plot, simulated_figures, table
 from common.files import replace_file
 from common.generate import stop_ids
+from common.prompts import read_prompts, reasons, waves
 from common.rendering import Renderer
+from common.sampling_check import check_sampling
+from common.serve import answer, serve_commands, server_settings, start_server
+from common.shards import Shards, check_shards, open_shards_target
 from common.target import chat_template_sha256, check_same_target, default_layers, load_tokenizer, open_target, tokenizer_sha256
 from common.target_model import TargetModel
+from common.training import simulated
 
+PLAIN, TRANSFORMERS = 0, -1  # decoders' numbers; drafters are 1, 2, ...
 WARM_UP = 16  # tokens decoded before anything is timed
+COMPARED = 4  # prompts that transformers' own generate answers too
+NOT_MEASURED = ("accept_length", "acceptance", "tokens_per_second", "speed_up", "identical", "prompts", "draft_ms", "verify_ms")
 
 
 def parse_arguments():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--target", required=True, metavar="MODEL", help="folder of a Hugging Face model, or a hub id; no default")
-    add("--drafter", required=True, action="append", type=Path, metavar="DIR",
-        help="folder that train_drafter.py wrote; give it several times to compare several; no default")
-    add("--prompts", required=True, metavar="FILE",
-        help="JSON lines with turns, messages, conversations, prompt, text or input_ids, or - for standard input; no default. The last "
-             "user message is answered; of turns each one, behind the plain answers to those before. A row's category is reported apart")
-    add("--backend", choices=["local"], default="local", help="default local: target and drafter in this process, in transformers")
-    add("--steps", type=positive_int, default=3, metavar="K", help="tokens drafted a verification; default 3, as big models are served")
-    add("--topk", type=int, default=1, metavar="N", help="drafted alternatives of each token; default, and only choice, 1: a chain")
-    add("--draft-tokens", type=int, metavar="N", help="tokens of one verification, the root included; default, and only choice, steps + 1")
+    add("--target", metavar="MODEL",
+        help="folder of a Hugging Face model, or a hub id; default, with --shards alone, the one they name: only its embedding is read")
+    add("--drafter", action="append", type=Path, default=[], metavar="DIR",
+        help="folder that train_drafter.py wrote; give it several times to compare several; no default (only --server-url goes without)")
+    add("--prompts", metavar="FILE",
+        help="JSON lines with turns, messages, conversations, prompt, text or input_ids, or - for standard input. The last user message is "
+             "answered; of turns each one, behind the plain answers to those before. A row's category is reported apart. A folder of "
+             "shards: the prompts of its held-out samples. Default none: give --shards then")
+    add("--shards", metavar="DIR", help="simulate the accept length on the held-out samples of these shards; default no")
+    add("--backend", choices=["local", "sglang"], default="local",
+        help="default local: target and drafters in this process, in transformers. sglang: on servers, as in production")
+    add("--server-url", metavar="URL",
+        help="a running SGLang server with the drafter loaded; default none: servers are started and stopped here")
+    add("--baseline-url", metavar="URL", help="the same without a drafter, for speed-up and identical answers; default none")
+    add("--sglang-python", default=sys.executable, metavar="FILE",
+        help="Python of SGLang's environment; default the one that runs this script")
+    add("--server-arguments", default="", metavar="TEXT", help="more arguments of sglang.launch_server, in one text; default none")
+    add("--steps", type=positive_int, default=3, metavar="K", help="depth of a draft; default 3, as big models are served")
+    add("--topk", type=positive_int, default=1, metavar="N",
+        help="drafted alternatives behind a token; default 1, a chain: cheapest to verify. More draft a tree, as in EAGLE-2")
+    add("--draft-tokens", type=positive_int, metavar="N",
+        help="tokens of one verification, the root included; default all of a chain, steps + 1; a tree has no default")
+    add("--concurrency", type=positive_ints, default=[1], metavar="N,...",
+        help="prompts decoded at once; several numbers with commas measure each; default 1")
     add("--max-new-tokens", type=positive_int, default=256, metavar="N",
         help="longest answer; default 256: acceptance has settled by then, longer answers only cost time")
-    add("--temperature", type=float, default=0.0, help="default 0, greedy, and the only one there is: answers can be compared id by id")
+    add("--temperature", type=in_range(0, low_too=True), default=0.0, help="default 0, greedy: answers can be compared id by id")
+    add("--top-p", type=in_range(0, 1), default=1.0, help="draw from the likeliest tokens of this share only; default 1, all")
+    add("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest tokens only; default 0, all")
+    add("--seed", type=int, default=0, help="of drawn tokens; default 0")
+    add("--check-sampling", type=positive_int, metavar="N",
+        help="also draw N answers of three tokens to the first prompt and compare their frequencies with the target's distribution "
+             "(chi-square; needs a temperature above 0, local only); default no")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
         help="of target and drafters; default auto, the target's own, as it is served. float32 proves that answers are identical")
     add("--limit", type=positive_int, metavar="N", help="read only the first N rows; default all")
     add("--out", type=Path, metavar="FILE",
         help="also write the answers, and the drafted tokens of every verification, as JSON lines; default no")
+    add("--plot", type=Path, metavar="PNG", help="also plot accept lengths and acceptance per depth; default no")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target; default no, since it can do anything")
     add("--revision", metavar="NAME", help="of the target on the hub; default its main one")
     add("--force", action="store_true", help="use a drafter made for another target of the same sizes; default no: it accepts nothing")
     args = parser.parse_args()
-    if args.topk != 1:
-        raise UserError(f"--topk {args.topk}: only a chain can be drafted here; give --topk 1")
-    if args.draft_tokens not in (None, args.steps + 1):
+    if not args.prompts and not args.shards:
+        raise UserError("nothing to measure; give --prompts, or --shards to simulate")
+    if args.prompts and not args.target:
+        raise UserError("--prompts needs --target, whose answers are measured and whose tokenizer reads them")
+    if args.backend == "local" and (args.server_url or args.baseline_url or args.server_arguments):
+        raise UserError("--server-url, --baseline-url and --server-arguments are for --backend sglang; add it, or leave them out")
+    if args.baseline_url and not args.server_url:
+        raise UserError("--baseline-url goes with --server-url, the server with the drafter; give both, or neither to start servers here")
+    if not args.drafter and not (args.server_url and args.prompts and not args.shards):
+        raise UserError("--drafter is missing; give the folder that train_drafter.py wrote")
+    if args.server_url and len(args.drafter) > 1:
+        raise UserError(f"--server-url has one drafter loaded, {len(args.drafter)} are given; give the one that it serves")
+    nodes = args.topk + (args.steps - 1) * args.topk**2 + 1  # all that a tree may hold, the root included
+    if args.topk == 1 and args.draft_tokens not in (None, args.steps + 1):
         raise UserError(f"--draft-tokens {args.draft_tokens}: a chain of {args.steps} steps has {args.steps + 1} tokens with its root; "
                         f"give --draft-tokens {args.steps + 1}, or leave it out")
-    if args.temperature != 0:
-        raise UserError(f"--temperature {args.temperature:g}: only greedy decoding can be measured here; give --temperature 0")
-    if args.out and (args.out.exists() or not args.out.parent.is_dir()):
-        fault = "is there already" if args.out.exists() else "lies in a folder that does not exist"
-        raise UserError(f"--out {args.out} {fault}; give the name of a new file in a folder that does exist")
+    if args.topk > 1 and not 2 <= (args.draft_tokens or 0) <= nodes:
+        raise UserError(f"--draft-tokens {args.draft_tokens}: with --topk {args.topk} and {args.steps} steps 2 to {nodes} are possible; "
+                        f"give a number")
+    args.draft_tokens = args.draft_tokens or args.steps + 1
+    if args.top_k < 0:
+        raise UserError(f"--top-k {args.top_k}: 0 for all tokens, or a number of at least 1, is wanted")
+    if args.check_sampling and (args.backend != "local" or not args.temperature or not args.prompts):
+        raise UserError("--check-sampling needs --prompts, --backend local and a --temperature above 0")
+    for name, path in (("--out", args.out), ("--plot", args.plot)):
+        if path and (path.exists() or not path.parent.is_dir()):
+            fault = "is there already" if path.exists() else "lies in a folder that does not exist"
+            raise UserError(f"{name} {path} {fault}; give the name of a new file in a folder that does exist")
+    if args.plot:
+        figure_class()
     return args
+
+
+def positive_ints(text):
+    return [positive_int(part) for part in text.split(",")]
 
 
 def main():
     args = parse_arguments()
-    target = open_target(args.target, args.revision, args.trust_remote_code)
+    shards = Shards(args.shards) if args.shards else None
+    target = open_shards_target(shards, args.target, args.revision, args.trust_remote_code) if shards else open_target(
+        args.target, args.revision, args.trust_remote_code)
     tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
     loaded = [load_drafter(folder) for folder in args.drafter]
-    warnings = check_drafters(args, target, tokenizer, [drafter.config for drafter, _ in loaded])
-    layers = [captured_layers(drafter.config, target, folder) for (drafter, _), folder in zip(loaded, args.drafter, strict=True)]
-    template_kwargs = common_template_kwargs([drafter.config for drafter, _ in loaded], args.drafter)
-    eos_ids = set(stop_ids(target, tokenizer))
-    scripts, skipped = read_prompts(args.prompts, args.limit, tokenizer)
-
-    # every layer that some drafter reads is captured; `layers` is set to one drafter's own before its turn
-    model = TargetModel(target, sorted(set().union(*layers)), args.dtype, trust_remote_code=args.trust_remote_code)
-    embedding = target.embedding().to(model.device, model.dtype)
-    decoders = [(plain_decode, (), model.layers)]
-    for (drafter, rows), own in zip(loaded, layers, strict=True):
-        rows = None if rows is None else rows.to(model.device)
-        decoders.append((speculative_decode, (drafter.to(model.device, model.dtype), embedding, rows), own))
-
-    def decode(number, prompt_ids, limit):
-        function, drafter, model.layers = decoders[number]
-        more = (args.steps,) if drafter else ()
-        return function(model, *drafter, prompt_ids, *more, limit, eos_ids)
-
+    configs = [drafter.config for drafter, _ in loaded]
+    layers = [captured_layers(config, target, folder) for config, folder in zip(configs, args.drafter, strict=True)]
+    warnings = check_drafters(args, target, tokenizer, configs)
+    for own in layers if shards else ():
+        warnings += check_shards(shards, target, target.facts(), own, args.force)
+    for warning in (warnings := list(dict.fromkeys(warnings))):
+        say(f"warning: {warning}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {
-        "backend": args.backend, "steps": args.steps, "topk": args.topk, "draft_tokens": args.steps + 1, "temperature": args.temperature,
-        "dtype": str(model.dtype).removeprefix("torch."), "max_new_tokens": args.max_new_tokens, "concurrency": 1,
-        "template_kwargs": template_kwargs, "eos_ids": sorted(eos_ids),
-        "versions": {name: version(name) for name in ("torch", "transformers")}, "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
+        "backend": args.backend, "steps": args.steps, "topk": args.topk, "draft_tokens": args.draft_tokens, "temperature": args.temperature,
+        "top_p": args.top_p, "top_k": args.top_k, "seed": args.seed, "dtype": args.dtype, "max_new_tokens": args.max_new_tokens,
+        "concurrency": args.concurrency, "template_kwargs": common_template_kwargs(configs, args.drafter),
+        "eos_ids": stop_ids(target, tokenizer), "versions": {name: version(name) for name in ("torch", "transformers")},
+        "threads": torch.get_num_threads(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
     }
-    room = target.text["max_position_embeddings"] - args.max_new_tokens - args.steps
-    renderer = Renderer(tokenizer, template_kwargs, eos_ids)
-    records = []  # one a prompt: (line, turn, category, prompt ids, [plain Answer, one Answer a drafter])
-    progress = Progress(sum(script.count(None) for *_, script in scripts), "prompts", "decoding")
-    for line, category, tools, script in scripts:
-        messages, turns = [], 0
-        for message in script:
-            if message is not None:
-                messages.append(message)
-                continue
-            try:
-                prompt_ids = messages[0] if isinstance(messages[0], list) else renderer.prompt_ids(messages, tools)
-                if len(prompt_ids) > room:
-                    raise Skip("too long", f"{len(prompt_ids)} tokens, with --max-new-tokens {args.max_new_tokens} more than the target's "
-                                           f"{target.text['max_position_embeddings']} positions")
-                if max(prompt_ids) >= target.vocab_size:
-                    raise Skip("malformed", f"token id {max(prompt_ids)}, the target has {target.vocab_size}")
-            except Skip as skip:
-                skipped[skip.reason] += script.count(None) - turns
-                say(f"line {line + 1} skipped: {skip}")
-                break
-            if not records:
-                for number in range(len(decoders)):
-                    decode(number, prompt_ids, WARM_UP)
-            answers = [None] * len(decoders)
-            for step in range(len(decoders)):  # each decoder is first, second, ... equally often
-                number = (step + len(records)) % len(decoders)
-                answers[number] = decode(number, prompt_ids, args.max_new_tokens)
-            records.append((line, turns, category, prompt_ids, answers))
-            words = answers[0].ids[:-1] if answers[0].ids[-1] in eos_ids else answers[0].ids
-            messages.append({"role": "assistant", "content": tokenizer.decode(words)})
-            turns += 1
-            progress.update(1)
-    progress.close()
-    if not records:
-        raise UserError(f"{args.prompts} holds no prompt that can be used ({reasons(skipped)})")
-
-    drafters = []
-    categories = sorted({category for _, _, category, *_ in records if category is not None})
-    for number, folder in enumerate(args.drafter, start=1):
-        pairs = [(answers[0], answers[number]) for *_, answers in records]
-        entry = {"drafter": str(folder), "draft_vocab": loaded[number - 1][0].config["draft_vocab_size"], **figures(pairs, args.steps)}
-        entry["first_difference"] = first_difference(model, records, number)
-        if categories:
-            entry["categories"] = {
-                name: figures([pair for pair, record in zip(pairs, records, strict=True) if record[2] == name], args.steps)
-                for name in categories}
-        drafters.append(entry)
-    baseline = sum(len(answers[0].ids) for *_, answers in records) / sum(answers[0].seconds for *_, answers in records)
-    summary = {"target": target.name, "settings": settings, "baseline_tokens_per_second": round(baseline, 3), "drafters": drafters,
-               "prompts": len(records), "skipped": dict(skipped), "warnings": warnings}
-    if args.out:
-        write_answers(args.out, args.drafter, records)
-    report(summary)
-    return summary, int(model.dtype == torch.float32 and any(entry["first_difference"] for entry in drafters))
+    summary = {"target": target.name, "settings": settings, "baseline_tokens_per_second": None, "transformers_tokens_per_second": None,
+               "drafters": [{"drafter": str(folder), "draft_vocab": config["draft_vocab_size"], **dict.fromkeys(NOT_MEASURED)}
+                            for folder, config in zip(args.drafter, configs, strict=True)],
+               "prompts": 0, "skipped": {}, "warnings": warnings}
+    if shards:
+        dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
+        for entry, own in zip(summary["drafters"], place(loaded, target, device, dtype), strict=True):
+            entry.update(simulate_accept_length(shards, own, args))
+    code = 0
+    if args.prompts:
+        model = None
+        if args.backend == "local":
+            # every layer that some drafter reads is captured; `layers` is set to one drafter's own before its turn
+            model = TargetModel(target, sorted(set().union(*layers)), args.dtype, trust_remote_code=args.trust_remote_code)
+            settings["dtype"] = str(model.dtype).removeprefix("torch.")
+            drafters = place(loaded, target, model.device, model.dtype)
+            sessions = [nullcontext((None, local_decoders(args, model, drafters, layers, settings)))]
+        else:
+            sessions = server_sessions(args, target, configs, summary)
+        runs = decode_all(args, target, tokenizer, settings, sessions, summary)
+        code = fill(summary, runs, model, loaded, args)
+        if args.check_sampling:
+            code = max(code, check_samplings(args, model, drafters, layers, runs, summary))
+        if args.out:
+            write_answers(args.out, args.drafter or [None], runs)
+    for line in table(summary):
+        say(line)
+    for folder in args.drafter:
+        commands = serve_commands(target.folder, folder, args.steps, args.topk, args.draft_tokens, settings["dtype"],
+                                  args.trust_remote_code)
+        say(f"to serve {folder}:", *(f"\n  {command}" for command in commands.values() if command))
+        for entry in summary["drafters"]:
+            if entry["drafter"] == str(folder):
+                entry["serve"] = commands
+    if args.plot:
+        plot(args.plot, summary)
+    return summary, code
 
 
 def check_drafters(args, target, tokenizer, configs):
@@ -159,7 +189,8 @@ def check_drafters(args, target, tokenizer, configs):
         for key, wanted in (("target_hidden_size", target.hidden_size), ("hidden_size", target.hidden_size),
                             ("vocab_size", target.vocab_size)):
             if config[key] != wanted:
-                raise UserError(f"{folder} has {key} {config[key]}, {args.target} needs {wanted}; use the target that it was trained for")
+                raise UserError(f"{folder} has {key} {config[key]}, {target.name} needs {wanted}; use the target that it was trained for")
+        check_embedding(folder, target)
     facts = target.facts()
     ours = {"tokenizer_sha256": tokenizer_sha256(target.folder),
             "chat_template_sha256": chat_template_sha256(tokenizer)}
@@ -176,8 +207,6 @@ def check_drafters(args, target, tokenizer, configs):
                 if key == "tokenizer_sha256" and not args.force:
                     raise UserError(f"{warning}; use that tokenizer (--force goes on all the same)")
                 warnings.append(warning)
-    for warning in warnings:
-        say(f"warning: {warning}")
     return warnings
 
 
@@ -202,127 +231,202 @@ def common_template_kwargs(configs, folders):
     return known[0][0] if known else {}
 
 
-def read_prompts(path, limit, tokenizer):
-    """([(line, category, tools, script)], Counter of skipped rows by reason).
-
-    A script is messages with None where the target answers; of text and input_ids rows it is [ids, None].
-    """
-    rows, _, _ = read_rows(path, limit)
-    scripts, skipped = [], Counter()
-    for line, row in rows:
-        try:
-            tools, script = parse_prompt(row, tokenizer)
-        except Skip as skip:
-            skipped[skip.reason] += 1
-            say(f"line {line + 1} skipped: {skip}")
-            continue
-        if not isinstance(script[0], list) and not tokenizer.chat_template:
-            raise UserError(f"{path}, line {line + 1} is a conversation and the target's tokenizer has no chat template; add its "
-                            f"chat_template.jinja, or give rows with text or input_ids")
-        category = row.get("category")
-        scripts.append((line, category if category is None else str(category), tools, script))
-    if not scripts:
-        raise UserError(f"{path} holds no prompt that can be used ({reasons(skipped)})")
-    return scripts, skipped
+def place(loaded, target, device, dtype):
+    """[(Drafter, embedding [V, H], rows int64 [D] or None)] as decode takes them, from what load_drafter returned."""
+    embedding = target.embedding().to(device, dtype)
+    return [(drafter.to(device, dtype), embedding, None if rows is None else rows.to(device)) for drafter, rows in loaded]
 
 
-def parse_prompt(row, tokenizer):
-    """(tools, script) of one row: a conversation with answers ends at its last user message, one without gets one behind each."""
-    try:
-        parsed = parse_row(row)
-    except Skip as skip:
-        if skip.reason != "no answer":
-            raise
-        parsed = parse_row(row, regenerate=True)
-    if "text" in parsed:
-        return None, [tokenizer(parsed["text"])["input_ids"], None]
-    if "input_ids" in parsed:
-        answer = parsed["loss_mask"].index(1) if row.get("loss_mask") and 1 in parsed["loss_mask"] else 0
-        return None, [parsed["input_ids"][:answer] if answer else parsed["input_ids"], None]
-    script = parsed["messages"]
-    if None not in script:
-        last = max(n for n, message in enumerate(script) if message["role"] == "user")
-        script = [*script[: last + 1], None]
-    return parsed["tools"], script
+def simulate_accept_length(shards, drafter, args):
+    """Figures of a placed drafter from a walk over held-out samples, as serving would take it."""
+    samples = shards.heldout.nonzero()[0][: args.limit]
+    if not len(samples):
+        raise UserError(f"{args.shards} holds no held-out samples; extract with --heldout, or give shards that have some")
+    progress = Progress(len(samples), "samples", "simulating")
+    with torch.inference_mode():
+        counts = simulated(*drafter, shards, samples, args.steps, progress)
+    progress.close()
+    return {**simulated_figures(counts), "simulated_samples": len(samples)}
 
 
-def figures(pairs, steps):
-    """The figures of one drafter over (plain Answer, its Answer) pairs."""
-    plain, ours = zip(*pairs, strict=True)
-    accepted = [count for answer in ours for count in answer.accepted]
-    reached = [count for answer in ours for count in answer.reached]
-    rounds = len(accepted)
-    acceptance = []
-    for depth in range(1, steps + 1):
-        judged = sum(count >= depth for count in reached)
-        acceptance.append(round(sum(count >= depth for count in accepted) / judged, 4) if judged else None)
-    speed, plain_speed = (sum(len(answer.ids) for answer in side) / sum(answer.seconds for answer in side) for side in (ours, plain))
-    return {
-        "accept_length": round(1 + sum(accepted) / rounds, 4) if rounds else None, "acceptance": acceptance,
-        "tokens_per_second": round(speed, 3), "speed_up": round(speed / plain_speed, 4),
-        "identical": sum(a.ids == b.ids for a, b in pairs), "prompts": len(pairs),
-        "draft_ms": round(1000 * sum(answer.draft_seconds for answer in ours) / rounds, 3) if rounds else None,
-        "verify_ms": round(1000 * sum(answer.verify_seconds for answer in ours) / rounds, 3) if rounds else None,
-        "verifications": rounds, "accepted": sum(accepted), "tokens": sum(len(answer.ids) for answer in ours),
-    }
+def local_decoders(args, model, drafters, layers, settings):
+    """{number: function(prompts, limit, concurrency) to a Group}, all through the same target."""
+    eos_ids, sampling = set(settings["eos_ids"]), {key: settings[key] for key in ("temperature", "top_p", "top_k")}
+    generator = torch.Generator(model.device).manual_seed(args.seed)
+
+    def decoder(drafter, own):
+        def call(prompts, limit, concurrency):
+            model.layers = own
+            return decode(model, prompts, limit, eos_ids, drafter, args.steps, args.topk, args.draft_tokens, sampling, generator)
+        return call
+
+    decoders = {PLAIN: decoder((), model.layers)}
+    decoders |= {number: decoder(*own) for number, own in enumerate(zip(drafters, layers, strict=True), start=1)}
+    decoders[TRANSFORMERS] = lambda prompts, limit, concurrency: transformers_generate(model, prompts[0], limit, eos_ids)
+    return decoders
+
+
+def server_sessions(args, target, configs, summary):
+    """Contexts, one a server, plain decoding first. Each yields (positions that a request may take, decoders as local_decoders')."""
+    settings = summary["settings"]
+    eos_ids, sampling = set(settings["eos_ids"]), {key: settings[key] for key in ("temperature", "top_p", "top_k")}
+    shape = {"steps": args.steps, "topk": args.topk, "draft_tokens": args.draft_tokens}
+    logs = None if args.server_url else Path(tempfile.mkdtemp(prefix="sglang-"))
+
+    @contextmanager
+    def session(number, url):
+        drafter = args.drafter[number - 1] if number and args.drafter else None
+        server = nullcontext(url) if url else start_server(
+            args.sglang_python, target.folder, drafter, **shape, dtype=args.dtype, extra=shlex.split(args.server_arguments),
+            log=logs / f"server-{number}.log", trust_remote_code=args.trust_remote_code)
+        with server as address:
+            found = server_settings(address, drafter_expected=number != PLAIN)
+            check_server(found, address, number)
+            steps = args.steps if number else None
+            yield found["room"], {number: lambda prompts, limit, concurrency: answer(
+                address, prompts, limit, eos_ids, concurrency, sampling, steps)}
+
+    def check_server(found, address, number):
+        wrong = [f"{key.replace('_', '-')} {found[key]} for {value}" for key, value in shape.items() if found[key] != value]
+        if number and wrong:
+            raise UserError(f"{address} drafts with {', '.join(wrong)}; give its own numbers with --steps, --topk and --draft-tokens")
+        if number and args.temperature and found["device"] == "cpu":
+            raise UserError(f"{address} runs on a CPU, where SGLang judges drafts greedily whatever is asked for; give --temperature 0")
+        if settings.setdefault("server", found)["dtype"] != found["dtype"]:
+            raise UserError(f"{address} runs in {found['dtype']}, the other one in {settings['server']['dtype']}; start both alike")
+        settings["server"] |= {key: value for key, value in found.items() if value is not None}
+        settings["dtype"] = found["dtype"]
+        given = [("model", args.target, target.folder), *(("drafter", folder, folder) for folder in args.drafter if number)]
+        for key, name, folder in given if args.server_url else ():
+            if found[key] != str(name) and Path(str(found[key])).name != Path(folder).resolve().name:
+                summary["warnings"].append(f"{address} serves {key} {found[key]}, {name} is given; only the names were compared")
+                say(f"warning: {summary['warnings'][-1]}")
+        if number and not args.drafter:
+            summary["drafters"] = [{"drafter": found["drafter"], "draft_vocab": None, **dict.fromkeys(NOT_MEASURED)}]
+
+    if args.server_url:
+        return [session(PLAIN, args.baseline_url)] * bool(args.baseline_url) + [session(1, args.server_url)]
+    return [session(number, None) for number in range(len(configs) + 1)]
+
+
+def decode_all(args, target, tokenizer, settings, sessions, summary):
+    """Decode every prompt with every decoder. Returns {concurrency: its Waves, those that hold prompts}."""
+    conversations, skipped = read_prompts(args.prompts, args.limit, tokenizer)
+    eos_ids = set(settings["eos_ids"])
+    renderer = Renderer(tokenizer, settings["template_kwargs"], eos_ids)
+    positions = target.text["max_position_embeddings"] - args.draft_tokens
+    # a server is given all prompts of a category and turn, and has so many of them in work; here a batch is so many
+    runs = {number: waves(conversations, number if args.backend == "local" else len(conversations)) for number in args.concurrency}
+    answers = sum(len(wave.conversations) for run in runs.values() for wave in run)
+    progress = Progress(answers * (len(args.drafter) + 1 if args.backend == "local" else len(sessions)), "answers", "decoding")
+    for session in sessions:
+        with session as (server_room, decoders):
+            room = min(positions, server_room or positions) - args.max_new_tokens
+            for concurrency, run_waves in runs.items():
+                warm = set()
+                for index, wave in enumerate(run_waves):
+                    if wave.prompts is None:
+                        counted = skipped if concurrency == args.concurrency[0] else Counter()
+                        wave.prepare(renderer, room, target.vocab_size, counted)
+                    if not wave.prompts:
+                        continue
+                    prompts = [ids for _, ids in wave.prompts]
+                    numbers = [number for number in decoders if number != TRANSFORMERS or index < COMPARED and concurrency == 1]
+                    for step in range(len(numbers)):  # each decoder is first, second, ... equally often
+                        number = numbers[(step + index) % len(numbers)]
+                        if number not in warm:
+                            warm.add(number)
+                            decoders[number](prompts[:concurrency], WARM_UP, concurrency)
+                        wave.groups[number] = decoders[number](prompts, args.max_new_tokens, concurrency)
+                        progress.update(len(prompts) * (number != TRANSFORMERS))
+                    if len(wave.groups) == len(numbers):
+                        wave.answered(wave.groups[max(PLAIN, min(numbers))], tokenizer, eos_ids)
+    progress.close()
+    runs = {concurrency: [wave for wave in run_waves if wave.prompts] for concurrency, run_waves in runs.items()}
+    summary["skipped"], summary["prompts"] = dict(skipped), sum(len(wave.prompts) for wave in runs[args.concurrency[0]])
+    if not summary["prompts"]:
+        raise UserError(f"{args.prompts} holds no prompt that can be used ({reasons(skipped)})")
+    return runs
+
+
+def fill(summary, runs, model, loaded, args):
+    """Put the figures into the summary: an entry for every drafter and concurrency. Returns the exit code."""
+    def own_figures(chosen, number):
+        plain = [wave.groups[PLAIN] for wave in chosen if PLAIN in wave.groups]
+        return figures(plain or None, [wave.groups[number] for wave in chosen], args.steps)
+
+    entries = []
+    for concurrency, run_waves in runs.items():
+        for number, entry in enumerate(summary["drafters"], start=1):
+            entry = {**entry, "concurrency": concurrency, **own_figures(run_waves, number)}
+            names = sorted({wave.category for wave in run_waves} - {None})
+            entry["categories"] = {name: own_figures([wave for wave in run_waves if wave.category == name], number) for name in names}
+            if model and entry["draft_ms"]:
+                head_ms = 1000 * head_seconds(loaded[number - 1][0], concurrency)
+                entry |= {"head_ms": round(head_ms, 4), "head_share": round(min(1.0, head_ms / entry["draft_ms"]), 4)}
+            entry["differences"] = None if args.temperature or entry["identical"] is None else differences(model, run_waves, number)
+            entries.append(entry)
+    summary["drafters"] = entries
+    summary["baseline_tokens_per_second"] = entries[0]["baseline_tokens_per_second"]
+    compared = [wave for wave in runs.get(1, ()) if TRANSFORMERS in wave.groups]
+    if compared:
+        both = figures([wave.groups[TRANSFORMERS] for wave in compared], [wave.groups[PLAIN] for wave in compared], args.steps)
+        summary["transformers_tokens_per_second"] = both["baseline_tokens_per_second"]
+        summary["plain_over_transformers"] = both["speed_up"]
+    return int(summary["settings"]["dtype"] == "float32" and any(entry["differences"] for entry in entries))
+
+
+def check_samplings(args, model, drafters, layers, runs, summary):
+    """Put a chi-square check into every drafter's entry. Returns 1 if one fails."""
+    _, prompt_ids = runs[args.concurrency[0]][0].prompts[0]
+    generator, code = torch.Generator(model.device).manual_seed(args.seed), 0
+    sampling = {key: summary["settings"][key] for key in ("temperature", "top_p", "top_k")}
+    for number, (drafter, own) in enumerate(zip(drafters, layers, strict=True)):
+        found = check_sampling(model, prompt_ids, args.check_sampling, sampling, drafter, own, args.steps, args.topk, args.draft_tokens,
+                               generator)
+        failed = found["p_value"] is not None and found["p_value"] < 1e-4
+        code |= failed
+        say(f"{args.drafter[number]}: {found['draws']} answers drawn, chi-square {found['chi_square']} over {found['cells']} cells, "
+            f"p = {found['p_value']}{': NOT the distribution of the target' if failed else ''}")
+        for entry in summary["drafters"][number :: len(drafters)]:
+            entry["sampling_check"] = found
+    return int(code)
 
 
 @torch.inference_mode()
-def first_difference(model, records, number):
-    """Where drafter `number` first wrote another id than plain decoding, and how close the target's two best logits were there."""
-    for line, turn, _, prompt_ids, answers in records:
-        plain, ours = answers[0].ids, answers[number].ids
-        if plain == ours:
-            continue
-        position = next((n for n, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b), min(len(plain), len(ours)))
-        _, last = model.states(torch.tensor([prompt_ids + plain[:position]], device=model.device))
-        best = model.logits(last[0, -1]).topk(2)
-        return {"line": line + 1, "turn": turn, "position": position, "plain": plain[position : position + 1],
-                "drafted": ours[position : position + 1], "best_two": best.indices.tolist(),
-                "gap": round(float(best.values[0] - best.values[1]), 6)}
-    return None
+def differences(model, run_waves, number):
+    """Where drafter `number` first wrote another id than plain decoding, for every prompt with one; with a `model`, how close the
+    target's two best logits are there: next to nothing is a near tie, which rounding decides, and anything else a fault."""
+    found = []
+    for wave in run_waves:
+        for (line, prompt_ids), plain, ours in zip(wave.prompts, wave.groups[PLAIN].answers, wave.groups[number].answers, strict=True):
+            plain, ours = plain.ids, ours.ids
+            if plain == ours:
+                continue
+            position = next((n for n, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b), min(len(plain), len(ours)))
+            entry = {"line": line + 1, "turn": wave.turn, "position": position, "plain": plain[position : position + 1],
+                     "drafted": ours[position : position + 1], "best_two": None, "gap": None}
+            if model:
+                _, last = model.states(torch.tensor([prompt_ids + plain[:position]], device=model.device))
+                best = model.logits(last[0, -1]).topk(2)
+                entry |= {"best_two": best.indices.tolist(), "gap": round(float(best.values[0] - best.values[1]), 6)}
+            found.append(entry)
+    return found
 
 
-def write_answers(path, folders, records):
+def write_answers(path, folders, runs):
     lines = []
-    for line, turn, _, prompt_ids, answers in records:
-        for folder, answer in zip([None, *folders], answers, strict=True):
-            lines.append(json.dumps({"line": line + 1, "turn": turn, "drafter": folder and str(folder), "prompt_ids": prompt_ids,
-                                     "ids": answer.ids, "candidates": answer.candidates, "accepted": answer.accepted}))
+    for concurrency, run_waves in runs.items():
+        for wave in run_waves:
+            for number, group in sorted(wave.groups.items()):
+                if number == TRANSFORMERS:
+                    continue
+                for (line, prompt_ids), one in zip(wave.prompts, group.answers, strict=True):
+                    lines.append(json.dumps({
+                        "line": line + 1, "turn": wave.turn, "drafter": None if number == PLAIN else str(folders[number - 1]),
+                        "concurrency": concurrency, "prompt_ids": prompt_ids, "ids": one.ids, "candidates": one.candidates,
+                        "accepted": one.accepted}))
     replace_file(path, lambda temporary: temporary.write_text("\n".join(lines) + "\n"))
-
-
-def reasons(skipped):
-    return ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "the file has no rows"
-
-
-def report(summary):
-    """The summary as a table on stderr."""
-    settings = summary["settings"]
-    say(f"{summary['target']}, {settings['dtype']}, {settings['device']}, {settings['threads']} threads: {summary['prompts']} prompts, "
-        f"one at a time, {settings['steps']} steps; plain decoding {summary['baseline_tokens_per_second']:.1f} tokens/s")
-    depths = " ".join(f"{f'depth {depth}':>8}" for depth in range(1, settings["steps"] + 1))
-    say(f"{'':32} {'vocab':>7} {'accept':>7} {depths} {'tok/s':>7} {'speed-up':>8} {'draft ms':>8} {'verify ms':>9}  identical")
-    for entry in summary["drafters"]:
-        say(table_line(entry["drafter"][-32:], entry["draft_vocab"], entry))
-        for name, part in entry["categories"].items() if len(entry.get("categories", {})) > 1 else ():
-            say(table_line(f"  {name}"[:32], "", part))
-    for entry in summary["drafters"]:
-        if difference := entry["first_difference"]:
-            tie = "" if settings["dtype"] == "float32" else f" (in {settings['dtype']} near ties fall either way)"
-            say(f"{entry['drafter']} differs from plain decoding in {entry['prompts'] - entry['identical']} of {entry['prompts']} prompts, "
-                f"first at line {difference['line']}, answer token {difference['position']}: {difference['drafted']} for "
-                f"{difference['plain']}; the target's two best logits are {difference['gap']:.4g} apart there{tie}")
-
-
-def table_line(name, vocab, entry):
-    def cell(value, width, digits):
-        return f"{'-' if value is None else f'{value:.{digits}f}':>{width}}"
-
-    depths = " ".join(cell(value, 8, 3) for value in entry["acceptance"])
-    return (f"{name:32} {vocab:>7} {cell(entry['accept_length'], 7, 3)} {depths} {cell(entry['tokens_per_second'], 7, 1)} "
-            f"{cell(entry['speed_up'], 8, 2)} {cell(entry['draft_ms'], 8, 1)} {cell(entry['verify_ms'], 9, 1)}  "
-            f"{entry['identical']} of {entry['prompts']}")
 
 
 if __name__ == "__main__":

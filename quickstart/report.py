@@ -35,26 +35,28 @@ def main():
     table("training steps", [drafter["steps"] for drafter in training])
     table("training seconds", [seconds["drafter-reduced"], seconds["drafter-full"]])
     table("accept length, simulated on held-out samples", [number(drafter["accept_length"]) for drafter in training])
-    table(f"accept length, {settings['steps']} steps, float32", [number(result["accept_length"]) for result in exact])
+    table(f"accept length, {settings['steps']} steps, float32", [interval(result) for result in exact])
     table("answers identical to plain decoding, float32", [f"{result['identical']} of {result['prompts']}" for result in exact])
-    table(f"accept length, {settings['steps']} steps, {settings['dtype']}", [number(result["accept_length"]) for result in fast])
+    table(f"accept length, {settings['steps']} steps, {settings['dtype']}", [interval(result) for result in fast])
     table("acceptance at each depth", [" ".join(number(share) for share in result["acceptance"]) for result in fast])
     table(f"tokens per second, {settings['dtype']}", [number(result["tokens_per_second"]) for result in fast])
     table("speed-up over plain decoding", [number(result["speed_up"]) for result in fast])
 
     best = max(fast, key=lambda result: result["speed_up"] or 0)
-    print(f"\nTo serve the faster one in SGLang (pip install -r requirements-sglang.txt):\n"
-          f"  python -m sglang.launch_server --model-path {stages['target']['target']} --speculative-algorithm EAGLE3 \\\n"
-          f"    --speculative-draft-model-path {best['drafter']} \\\n"
-          f"    --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4")
+    print("\nTo serve the faster one:", *(f"  {command}" for command in best["serve"].values()), sep="\n")
 
 
 def table(title, values):
-    print(f"{title:<50}" + "".join(f"{value:>20}" for value in values))
+    print(f"{title:<50}" + "".join(f"{value:>22}" for value in values))
 
 
 def number(value):
     return "-" if value is None else f"{value:.3f}"
+
+
+def interval(result):
+    low, high = result["accept_length_interval"] or (None, None)
+    return f"{number(result['accept_length'])} ({number(low)}-{number(high)})"
 
 
 def percent(value):

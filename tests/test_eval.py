@@ -1,79 +1,34 @@
-"""Local evaluation: what is accepted, what is counted, and that the answers are those of plain decoding."""
+"""eval_speculative.py as its users run it: what it measures, what it says, and what it refuses."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
 import transformers
 
-from common import decode
+import eval_speculative
+from common import decode as engine
 from common.cli import UserError
-from common.decode import Chain, cut, plain_decode, speculative_decode
-from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
+from common.drafter import load_drafter
+from common.prompts import Conversation, parse_prompt, waves
 from common.target import default_layers, open_target
 from common.target_model import TargetModel
-from eval_speculative import captured_layers, figures, main, parse_prompt
+from eval_speculative import captured_layers, main
 from tests import tiny
-from tests.reference import draft_logits
+from tests.scripts import call
+from tests.test_serve import INFO, Fake, facts
+from tests.tiny import make_drafter
 
 ROOT = Path(__file__).parent.parent
-LAYERS = default_layers(8)
-STEPS = 3
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny.make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return TargetModel(open_target(folder), LAYERS, "float32", device="cpu")
-
-
-def make_drafter(path, target, size=None, layers=LAYERS, seed=1, training=True, **other):
-    """A random drafter's folder; of the reduced vocabulary `size` it holds every third id and what is left to fill it."""
-    torch.manual_seed(seed)
-    rows = None
-    if size:
-        order = [*range(0, target.vocab_size, 3), *(i for i in range(target.vocab_size) if i % 3)]
-        rows = torch.tensor(sorted(order[:size]))
-    config = {**drafter_config(target, size or target.vocab_size, layers), "torch_dtype": "float32", **other}
-    if training:
-        config["training"] = {"target": target.facts(), "layers": layers}
-    drafter = Drafter(config)
-    for parameter in drafter.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3 if parameter.dim() == 1 else 0.2)
-    save_drafter(path, drafter.state_dict(), config, rows)
-    return path
-
-
-def prompts(count=3, length=9):
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 300, (length + n,), generator=generator).tolist() for n in range(count)]
-
-
-def speculate(model, path, prompt, limit=24, eos_ids=frozenset(), steps=STEPS):
-    drafter, rows = load_drafter(path)
-    return speculative_decode(model, drafter, model.target.embedding().float(), rows, prompt, steps, limit, eos_ids)
-
-
-
-
-def oracle(monkeypatch, model, prompt, wrong=lambda position: False):
-    """Make every drafter an oracle for one prompt. Returns 100 ids of its plain answer."""
-    plain = plain_decode(model, prompt, 100, frozenset()).ids
-    full = prompt + plain
-
-    def draft(chain, steps):
-        places = range(chain.length + 1, chain.length + 1 + steps)
-        return torch.tensor([full[place] + 1 if wrong(place - len(prompt)) else full[place] for place in places])
-
-    monkeypatch.setattr(Chain, "draft", draft)
-    return plain
 
 
 def run_main(monkeypatch, *arguments):
@@ -86,161 +41,33 @@ def command(*arguments, stdin=None):
                           input=stdin, env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"})
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
-@pytest.mark.parametrize("size", [None, 120])
-def test_answers_equal_plain_decoding(tmp_path, kind, size):
-    target = open_target(tiny.make_target(tmp_path / "target", kind))
-    model = TargetModel(target, LAYERS, "float32", device="cpu")
-    path = make_drafter(tmp_path / "drafter", target, size)
-    for prompt in prompts(2):
-        plain = plain_decode(model, prompt, 24, {2})
-        assert speculate(model, path, prompt, eos_ids={2}).ids == plain.ids
-    ids = torch.tensor([prompt])
-    own = model.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=2, pad_token_id=0)
-    assert own[0, len(prompt) :].tolist() == plain.ids
-
-
-def test_a_half_right_drafter_is_accepted_in_part_and_changes_nothing(model, tmp_path, monkeypatch):
-    """Caches of target and drafter are cut at every possible place; ids must stay those of plain decoding."""
-    path = make_drafter(tmp_path / "drafter", model.target)
-    prompt = prompts(1)[0]
-    plain = oracle(monkeypatch, model, prompt, wrong=lambda place: place % 13 in (0, 1, 3, 6))
-    answer = speculate(model, path, prompt, limit=60)
-    assert answer.ids == plain[:60]
-    assert set(answer.accepted) == {0, 1, 2, 3}
-
-
-def test_constructed_drafters_give_exactly_steps_plus_1_and_1(model, tmp_path, monkeypatch):
-    path = make_drafter(tmp_path / "drafter", model.target)
-    prompt = prompts(1)[0]
-    for steps in (1, 3, 5):
-        limit = 1 + 4 * (steps + 1)
-        plain = oracle(monkeypatch, model, prompt)
-        right = speculate(model, path, prompt, limit, steps=steps)
-        found = figures([(plain_decode(model, prompt, limit, frozenset()), right)], steps)
-        assert right.ids == plain[:limit]
-        assert found["accept_length"] == steps + 1 and found["acceptance"] == [1.0] * steps and found["verifications"] == 4
-        oracle(monkeypatch, model, prompt, wrong=lambda place: True)
-        wrong = speculate(model, path, prompt, limit, steps=steps)
-        found = figures([(plain_decode(model, prompt, limit, frozenset()), wrong)], steps)
-        assert wrong.ids == plain[:limit]
-        assert found["accept_length"] == 1.0 and found["acceptance"] == [0.0] + [None] * (steps - 1)
-        assert found["verifications"] == limit - 1
-
-
-def test_the_figures_are_over_all_verifications_and_conditional(model):
-    one = decode.Answer([1] * 10, 2.0, accepted=[3, 0, 1], reached=[3, 1, 2], draft_seconds=0.3, verify_seconds=0.6)
-    two = decode.Answer([1] * 2, 1.0, accepted=[1], reached=[1])
-    plain = [decode.Answer([1] * 10, 4.0), decode.Answer([1, 2], 2.0)]
-    found = figures(list(zip(plain, [one, two], strict=True)), 3)
-    assert found["accept_length"] == 1 + 5 / 4
-    assert found["acceptance"] == [3 / 4, 0.5, 1.0]
-    assert found["tokens_per_second"] == 4.0 and found["speed_up"] == 2.0 and found["identical"] == 1
-    assert found["draft_ms"] == 75.0 and found["verify_ms"] == 150.0
-
-
-@pytest.mark.parametrize("size", [None, 120])
-def test_drafting_equals_recomputation_step_by_step(model, tmp_path, monkeypatch, size):
-    """Every round's drafts against section-1 formulas in float64 without any cache, after accepted and rejected drafts alike."""
-    path = make_drafter(tmp_path / "drafter", model.target, size)
-    drafter, rows = load_drafter(path)
-    embedding = model.target.embedding().float()
-    prompt = prompts(1)[0]
-    full = prompt + plain_decode(model, prompt, 60, frozenset()).ids
-    aux, _ = model.states(torch.tensor([full]))
-    logits, chains = [], []
-    choose, draft = Chain.choose, Chain.draft
-
-    def spy(chain, hidden):
-        logits[-1].append(drafter.lm_head(drafter.norm(hidden))[0])
-        return choose(chain, hidden)
-
-    def half(chain, steps):
-        """Real drafting, whose result is replaced by the right tokens in every other round so that some are accepted."""
-        logits.append([])
-        chains.append(draft(chain, steps).tolist())
-        right = torch.tensor(full[chain.length + 1 : chain.length + 1 + steps])
-        return right if len(chains) % 2 else torch.tensor(chains[-1])
-
-    monkeypatch.setattr(Chain, "choose", spy)
-    monkeypatch.setattr(Chain, "draft", half)
-    answer = speculative_decode(model, drafter, embedding, rows, prompt, 4, 24, frozenset())
-    assert answer.ids == full[len(prompt) : len(prompt) + 24]
-    root = len(prompt)
-    assert len(chains) >= 6
-    for chain, found, accepted in zip(chains, logits, answer.accepted, strict=True):
-        wanted = draft_logits(drafter, embedding, full, aux[0], root - 1, chain[:-1])
-        assert torch.allclose(torch.stack(found).double(), wanted, atol=1e-4, rtol=1e-4)
-        best = wanted.argmax(-1)
-        assert chain == (best if rows is None else rows[best]).tolist()
-        root += accepted + 1
-
-
-def test_an_end_token_in_an_accepted_run_cuts(model, tmp_path, monkeypatch):
-    path = make_drafter(tmp_path / "drafter", model.target)
-    prompt = prompts(1)[0]
-    plain = oracle(monkeypatch, model, prompt)
-    place = next(n for n in range(1, 40) if n % 4 == 2 and plain[n] not in plain[:n])  # the second draft of a round
-    answer = speculate(model, path, prompt, 60, eos_ids={plain[place]})
-    assert answer.ids == plain[: place + 1] == plain_decode(model, prompt, 60, {plain[place]}).ids
-    assert answer.accepted == [3] * (place // 4) + [2] and answer.reached == answer.accepted
-
-
-@pytest.mark.parametrize("limit, accepted, reached", [(1, [], []), (2, [1], [1]), (4, [3], [3]), (5, [3], [3]), (6, [3, 1], [3, 1])])
-def test_the_limit_cuts(model, tmp_path, monkeypatch, limit, accepted, reached):
-    path = make_drafter(tmp_path / "drafter", model.target)
-    prompt = prompts(1)[0]
-    plain = oracle(monkeypatch, model, prompt)
-    answer = speculate(model, path, prompt, limit)
-    assert (answer.ids, answer.accepted, answer.reached) == (plain[:limit], accepted, reached)
-
-
-def test_cut():
-    assert cut([5, 6, 7], 9, {6}) == [5, 6]
-    assert cut([5, 6, 7], 2, {7}) == [5, 6]
-    assert cut([5, 6, 7], 9, {8}) == [5, 6, 7]
-
-
-def test_a_token_outside_the_draft_vocabulary_is_a_miss(model, tmp_path):
-    """The head's only ids are ones that the target never writes: each verification counts, and accepts nothing."""
-    prompt = prompts(1)[0]
-    written = set(plain_decode(model, prompt, 24, frozenset()).ids)
-    config = {**drafter_config(model.target, 20, LAYERS), "torch_dtype": "float32"}
-    rows = torch.tensor([i for i in range(model.target.vocab_size) if i not in written][:20])
-    save_drafter(tmp_path / "drafter", Drafter(config).state_dict(), config, rows)
-    answer = speculate(model, tmp_path / "drafter", prompt)
-    assert answer.accepted == [0] * 23 and answer.reached == [1] * 23
-    assert {token for candidates in answer.candidates for token in candidates[1:]} <= set(rows.tolist())
-
-
-def test_candidates_are_the_root_and_its_drafts(model, tmp_path):
-    answer = speculate(model, make_drafter(tmp_path / "drafter", model.target), prompts(1)[0])
-    assert all(len(candidates) == STEPS + 1 for candidates in answer.candidates)
-    roots, place = [], 0
-    for accepted in answer.accepted:
-        roots.append(answer.ids[place])
-        place += accepted + 1
-    assert [candidates[0] for candidates in answer.candidates] == roots
-
-
 def test_a_verifier_that_accepts_everything_is_caught(folder, tmp_path, monkeypatch):
     path = make_drafter(tmp_path / "drafter", open_target(folder))
     rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(3))
     arguments = ("--target", folder, "--drafter", path, "--prompts", rows, "--dtype", "float32", "--max-new-tokens", 20)
     summary, code = run_main(monkeypatch, *arguments)
-    assert code == 0 and summary["drafters"][0]["identical"] == 3 and summary["drafters"][0]["first_difference"] is None
+    assert code == 0 and summary["drafters"][0]["identical"] == 3 and summary["drafters"][0]["differences"] == []
+    judge = engine.judge
 
-    def credulous(drafts, best):
-        best[: len(drafts)] = drafts
-        return len(drafts)
+    def credulous(model, tree, last, *rest):
+        """Takes every draft of a chain for right, and the first branch of a tree."""
+        accepted, path, written = judge(model, tree, last, *rest)
+        if tree.tokens.shape[1] == 1:  # plain decoding
+            return accepted, path, written
+        if path is None:
+            written[:, :-1] = tree.tokens[:, 1:]
+            return torch.full_like(accepted, 3), None, written
+        return torch.ones_like(accepted), torch.tensor([[0, 1]]), tree.tokens[:, 1:3]
 
-    monkeypatch.setattr(decode, "agreeing", credulous)
-    summary, code = run_main(monkeypatch, *arguments)
-    assert code == 1 and summary["drafters"][0]["identical"] == 0
-    difference = summary["drafters"][0]["first_difference"]
-    assert difference["position"] == 1 and difference["gap"] > 0 and difference["plain"] == difference["best_two"][:1]
-    summary, code = run_main(monkeypatch, *arguments, "--dtype", "bfloat16")
-    assert code == 0 and summary["drafters"][0]["identical"] == 0
+    monkeypatch.setattr(engine, "judge", credulous)
+    for tree in ((), ("--topk", 2, "--draft-tokens", 5)):
+        summary, code = run_main(monkeypatch, *arguments, *tree)
+        assert code == 1 and summary["drafters"][0]["identical"] == 0
+        found = summary["drafters"][0]["differences"]
+        assert len(found) == 3 and found[0]["position"] == 1 and found[0]["gap"] > 0
+        assert all(difference["plain"] == difference["best_two"][:1] for difference in found)
+        summary, code = run_main(monkeypatch, *arguments, *tree, "--dtype", "bfloat16")
+        assert code == 0 and summary["drafters"][0]["identical"] == 0  # not proved, but every gap is told
 
 
 def test_one_run_of_two_drafters_with_other_layers_and_categories(folder, tmp_path):
@@ -255,37 +82,169 @@ def test_one_run_of_two_drafters_with_other_layers_and_categories(folder, tmp_pa
     assert result.stdout.count("\n") == 1
     summary = json.loads(result.stdout)
     assert summary["prompts"] == 5 and summary["skipped"] == {"malformed": 1, "empty": 1}
-    assert summary["settings"]["steps"] == 3 and summary["settings"]["draft_tokens"] == 4 and summary["settings"]["dtype"] == "float32"
+    settings = summary["settings"]
+    assert {key: settings[key] for key in ("backend", "steps", "topk", "draft_tokens", "temperature", "dtype", "concurrency")} == {
+        "backend": "local", "steps": 3, "topk": 1, "draft_tokens": 4, "temperature": 0.0, "dtype": "float32", "concurrency": [1]}
+    assert settings["versions"].keys() == {"torch", "transformers"}
     assert len(summary["warnings"]) == 1 and "two" in summary["warnings"][0]
+    assert summary["transformers_tokens_per_second"] > 0 and summary["plain_over_transformers"] > 0
     for entry, size in zip(summary["drafters"], (120, 328), strict=True):
         assert entry["draft_vocab"] == size and entry["identical"] == entry["prompts"] == 5
         assert {name: part["prompts"] for name, part in entry["categories"].items()} == {"fruit": 2, "dogs": 1}
         assert entry["accept_length"] == round(1 + entry["accepted"] / entry["verifications"], 4)
         assert None not in (entry["tokens_per_second"], entry["speed_up"], entry["draft_ms"], entry["verify_ms"])
+        assert entry["accept_length_interval"][0] <= entry["accept_length"] <= entry["accept_length_interval"][1]
+        assert 0 < entry["head_share"] <= 1
+        assert entry["serve"]["sglang"] in result.stderr and entry["serve"]["vllm"] in result.stderr
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 15
-    assert answers[0]["ids"] == answers[1]["ids"] == answers[2]["ids"]
+    by_prompt = {(answer["line"], answer["turn"], answer["drafter"]): answer for answer in answers}
+    assert all(by_prompt[1, 0, str(path)]["ids"] == by_prompt[1, 0, None]["ids"] for path in (one, two))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    words = tokenizer.decode([token for token in answers[0]["ids"] if token != 2])
+    words = tokenizer.decode([token for token in by_prompt[1, 0, None]["ids"] if token != 2])
     second = tokenizer.apply_chat_template([{"role": "user", "content": "How many apples?"}, {"role": "assistant", "content": words},
                                             {"role": "user", "content": "And dogs?"}], tokenize=False, add_generation_prompt=True)
-    assert answers[3]["prompt_ids"] == tokenizer(second, add_special_tokens=False)["input_ids"]
+    assert by_prompt[1, 1, None]["prompt_ids"] == tokenizer(second, add_special_tokens=False)["input_ids"]
 
 
 def test_each_drafter_gets_its_own_layers(folder, tmp_path, monkeypatch):
-    """Captured together, two drafters propose what each proposes alone."""
+    """Captured together, two drafters propose what each proposes alone; several prompts at once, what they propose one by one."""
     target = open_target(folder)
     paths = [make_drafter(tmp_path / "one", target), make_drafter(tmp_path / "two", target, layers=[1, 3, 6], seed=3)]
-    rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(2))
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(3))
 
-    def drafted(*chosen):
+    def drafted(*chosen, concurrency="1"):
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"  # --out never overwrites
-        run_main(monkeypatch, "--target", folder, "--prompts", rows, "--dtype", "float32", "--max-new-tokens", 10, "--out", out,
-                 *(word for path in chosen for word in ("--drafter", path)))
+        summary, code = run_main(monkeypatch, "--target", folder, "--prompts", rows, "--dtype", "float32", "--max-new-tokens", 10,
+                                 "--out", out, "--concurrency", concurrency, *(word for path in chosen for word in ("--drafter", path)))
+        sizes = [entry["concurrency"] for entry in summary["drafters"][:: len(chosen)]]
+        assert code == 0 and sizes == [int(number) for number in concurrency.split(",")]
         lines = [json.loads(line) for line in out.read_text().splitlines()]
-        return {(line["line"], line["drafter"]): line["candidates"] for line in lines if line["drafter"]}
+        return {(line["line"], line["drafter"], line["concurrency"]): line["candidates"] for line in lines if line["drafter"]}
 
-    assert drafted(*paths) == drafted(paths[0]) | drafted(paths[1])
+    together = drafted(*paths, concurrency="1,2")
+    alone = drafted(paths[0]) | drafted(paths[1])
+    assert together == alone | {(line, path, 2): value for (line, path, _), value in alone.items()}
+
+
+def test_decoders_take_turns_and_are_warmed_up_outside_the_figures(folder, tmp_path, monkeypatch):
+    """Each is first equally often, and what is decoded to warm up is in nobody's tokens or seconds."""
+    paths = [make_drafter(tmp_path / name, open_target(folder), seed=seed) for name, seed in (("one", 1), ("two", 2))]
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(6))
+    calls, decode = [], eval_speculative.decode
+
+    def spy(model, prompts, limit, eos_ids, drafter, *rest):
+        calls.append((drafter[0].config["_name"] if drafter else "plain", limit))
+        return decode(model, prompts, limit, eos_ids, drafter, *rest)
+
+    load = eval_speculative.load_drafter
+
+    def named(path):
+        drafter, rows = load(path)
+        drafter.config["_name"] = Path(path).name
+        return drafter, rows
+
+    monkeypatch.setattr(eval_speculative, "decode", spy)
+    monkeypatch.setattr(eval_speculative, "load_drafter", named)
+    monkeypatch.setattr(eval_speculative, "COMPARED", 0)
+    summary, _ = run_main(monkeypatch, "--target", folder, "--drafter", paths[0], "--drafter", paths[1], "--prompts", rows,
+                          "--dtype", "float32", "--max-new-tokens", 9)
+    measured = [name for name, limit in calls if limit == 9]
+    assert sorted(name for name, limit in calls if limit == 16) == ["one", "plain", "two"]
+    assert calls[0][1] == 16 and sorted(measured[::3]) == ["one", "one", "plain", "plain", "two", "two"]
+    assert all(entry["tokens"] <= 6 * 9 for entry in summary["drafters"])
+
+
+def test_shards_are_simulated_without_a_target_and_asked_as_prompts(folder, tmp_path, monkeypatch):
+    """On what the target itself wrote, the walk and the measurement count the same."""
+    target = open_target(folder)
+    path = make_drafter(tmp_path / "drafter", target)
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(24))
+    call("extract_hidden_states", "--target", folder, "--data", rows, "--out", tmp_path / "shards", "--regenerate", "--temperature", 0,
+         "--max-new-tokens", 24, "--heldout", 0.3, "--dtype", "float32", "--store", "fp16")
+    summary, code = run_main(monkeypatch, "--drafter", path, "--shards", tmp_path / "shards", "--steps", 4)
+    alone = summary["drafters"][0]
+    assert code == 0 and alone["accept_length"] is None and summary["prompts"] == 0 and alone["simulated_accept_length"] >= 1
+    summary, code = run_main(monkeypatch, "--target", folder, "--drafter", path, "--shards", tmp_path / "shards",
+                             "--prompts", tmp_path / "shards", "--steps", 4, "--dtype", "float32", "--max-new-tokens", 24,
+                             "--plot", tmp_path / "plot.png")
+    both = summary["drafters"][0]
+    assert both["simulated_accept_length"] == alone["simulated_accept_length"] == both["accept_length"]
+    assert both["simulated_samples"] == both["prompts"] > 1 and both["simulated_acceptance"] == both["acceptance"]
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    other = make_drafter(tmp_path / "other", target, layers=[1, 3, 6])
+    refused(monkeypatch, ("--drafter", other, "--shards", tmp_path / "shards"), "[2, 4, 5]", "[1, 3, 6]")
+    refused(monkeypatch, ("--drafter", path, "--shards", tmp_path / "none"), "none is no folder")
+
+
+def test_sampled_answers(folder, tmp_path, monkeypatch, capsys):
+    """With a temperature nothing is compared id by id; the same seed draws the same, and the check on a prompt is in the summary."""
+    path = make_drafter(tmp_path / "drafter", open_target(folder))
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(2))
+    arguments = ("--target", folder, "--drafter", path, "--prompts", rows, "--dtype", "float32", "--max-new-tokens", 12, "--temperature", 2)
+
+    def drawn(number, *more):
+        summary, code = run_main(monkeypatch, *arguments, "--out", tmp_path / f"{number}.jsonl", *more)
+        assert code == 0 and summary["drafters"][0]["differences"] is None
+        return [json.loads(line)["ids"] for line in (tmp_path / f"{number}.jsonl").read_text().splitlines()], summary["drafters"][0]
+
+    first, entry = drawn(1, "--check-sampling", 300)
+    assert entry["sampling_check"]["draws"] == 300 and entry["sampling_check"]["p_value"] > 1e-4
+    assert "chi-square" in capsys.readouterr().err
+    assert drawn(2)[0] == first != drawn(3, "--seed", 1)[0]
+
+
+def test_servers_are_measured_as_the_local_engine_is(folder, tmp_path, monkeypatch, capsys):
+    """Two servers that answer with the local engine's ids and SGLang's counters."""
+    target = open_target(folder)
+    path = make_drafter(tmp_path / "drafter", target)
+    model, lock = TargetModel(target, default_layers(8), "float32", device="cpu"), Lock()
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"turns": ["How many apples?", "And dogs?"], "category": "fruit"},
+                                                     *({"prompt": word, "category": "dogs"} for word in ("jumps", "fox", "lazy"))])
+    drafter = (load_drafter(path)[0], target.embedding().float(), None)
+
+    def server(drafter, algorithm):
+        def generate(body):
+            settings = body["sampling_params"]
+            with lock:
+                group = engine.decode(model, [body["input_ids"]], settings["max_new_tokens"], set(settings["stop_token_ids"]), drafter)
+            ids, accepted = group.answers[0].ids, group.answers[0].accepted
+            counts = [accepted.count(drafts) for drafts in range(4)] if drafter else []
+            return 200, {"output_ids": ids, "meta_info": facts(*counts, reason="stop" if ids[-1] == 2 else "length")}
+
+        info = {**INFO, "model_path": str(folder), "device": "cpu", "speculative_algorithm": algorithm,
+                "speculative_draft_model_path": algorithm and str(path)}
+        return Fake({"/generate": generate, "/flush_cache": (200, "ok"), "/server_info": (200, info)})
+
+    arguments = ["--target", folder, "--drafter", path, "--prompts", rows, "--max-new-tokens", 12, "--concurrency", "1,3"]
+    local, _ = run_main(monkeypatch, *arguments, "--dtype", "float32")
+    with server(drafter, "EAGLE3") as drafting, server((), None) as plain:
+        remote = ["--backend", "sglang", "--server-url", drafting.url]
+        summary, code = run_main(monkeypatch, *arguments, *remote, "--baseline-url", plain.url)
+        assert code == 0 and summary["settings"]["dtype"] == "float32" and summary["settings"]["server"]["version"] == "0.5.23"
+        assert drafting.most == plain.most == 3
+        for ours, theirs in zip(local["drafters"], summary["drafters"], strict=True):
+            for key in ("accept_length", "identical", "prompts", "tokens", "verifications", "concurrency"):
+                assert ours[key] == theirs[key], key
+            assert theirs["speed_up"] > 0 and theirs["draft_ms"] is None
+            assert {name: part["accept_length"] for name, part in theirs["categories"].items()} == {
+                name: part["accept_length"] for name, part in ours["categories"].items()}
+        summary, _ = run_main(monkeypatch, *arguments[:2], *arguments[4:], *remote)
+        entry = summary["drafters"][0]
+        assert (entry["drafter"], entry["speed_up"], entry["identical"]) == (str(path), None, None)
+        assert entry["accept_length"] == local["drafters"][0]["accept_length"]
+        refused(monkeypatch, [*arguments, *remote, "--steps", 5], "steps 3 for 5")
+        refused(monkeypatch, [*arguments, *remote, "--temperature", 1], "CPU", "--temperature 0")
+        refused(monkeypatch, [*arguments, "--backend", "sglang", "--server-url", plain.url], "without a drafter")
+
+
+def test_waves_hold_one_category_and_turns_follow_each_other():
+    def talk(line, category, turns):
+        return Conversation(line, category, None, [{"role": "user", "content": "a"}, None] * turns)
+
+    found = waves([talk(0, "a", 2), talk(1, None, 1), talk(2, "a", 1), talk(3, "a", 2)], 2)
+    assert [(wave.category, wave.turn, [c.line for c in wave.conversations]) for wave in found] == [
+        ("a", 0, [0, 2]), ("a", 1, [0]), ("a", 0, [3]), ("a", 1, [3]), (None, 0, [1])]
 
 
 def test_layers_of_a_drafter_are_found(folder):
@@ -351,13 +310,23 @@ def test_mistakes_are_one_sentence(folder, tmp_path, monkeypatch):
     def attempt(*more, prompts=rows, target=folder):
         return "--target", target, "--drafter", path, "--prompts", prompts, *more
 
-    refused(monkeypatch, attempt("--topk", 4), "--topk 4")
+    refused(monkeypatch, attempt("--topk", 4), "--draft-tokens None", "--topk 4", "2 to 37")
+    refused(monkeypatch, attempt("--topk", 4, "--draft-tokens", 38), "--draft-tokens 38", "2 to 37")
     refused(monkeypatch, attempt("--draft-tokens", 8), "--draft-tokens 8", "--draft-tokens 4")
-    refused(monkeypatch, attempt("--temperature", 0.7), "--temperature 0.7")
-    refused(monkeypatch, attempt("--backend", "sglang"), "--backend", "'sglang'")
+    refused(monkeypatch, attempt("--temperature", -1), "--temperature", "-1")
+    refused(monkeypatch, attempt("--concurrency", "1,x"), "--concurrency")
+    refused(monkeypatch, attempt("--check-sampling", 9), "--check-sampling", "--temperature")
+    refused(monkeypatch, attempt("--server-url", "http://127.0.0.1:1"), "--server-url", "--backend sglang")
+    refused(monkeypatch, attempt("--backend", "sglang", "--server-url", "http://127.0.0.1:1"), "http://127.0.0.1:1")
+    refused(monkeypatch, attempt("--backend", "sglang", "--baseline-url", "http://127.0.0.1:1"), "--baseline-url", "--server-url")
+    refused(monkeypatch, attempt("--backend", "vllm"), "--backend", "'vllm'")
     refused(monkeypatch, attempt(prompts=tmp_path / "none.jsonl"), "none.jsonl is no file")
     refused(monkeypatch, attempt(prompts=broken), "line 2")
     refused(monkeypatch, attempt(prompts=empty), "no prompt", "1 empty")
     refused(monkeypatch, attempt("--max-new-tokens", 500), "no prompt", "1 too long")
     refused(monkeypatch, attempt("--out", tmp_path / "none" / "x"), "--out", "does not exist")
+    refused(monkeypatch, attempt("--plot", broken), "--plot", "is there already")
     refused(monkeypatch, attempt(target=bare), "no chat template")
+    refused(monkeypatch, ("--target", folder, "--drafter", path), "--prompts", "--shards")
+    refused(monkeypatch, ("--drafter", path, "--prompts", rows), "--target")
+    refused(monkeypatch, ("--target", folder, "--prompts", rows), "--drafter")
