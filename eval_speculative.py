@@ -167,7 +167,7 @@ def main():
         if args.check_sampling:
             code = max(code, check_samplings(args, model, drafters, layers, runs, summary))
         if args.out:
-            write_answers(args.out, args.drafter or [None], runs)
+            write_answers(args.out, [entry["drafter"] for entry in summary["drafters"]], runs)
     for line in table(summary):
         say(line)
     for folder in args.drafter:
@@ -414,7 +414,8 @@ def differences(model, run_waves, number):
     return found
 
 
-def write_answers(path, folders, runs):
+def write_answers(path, drafters, runs):
+    """JSON lines of every answer. drafters: their names, number 1 first."""
     lines = []
     for concurrency, run_waves in runs.items():
         for wave in run_waves:
@@ -423,7 +424,7 @@ def write_answers(path, folders, runs):
                     continue
                 for (line, prompt_ids), one in zip(wave.prompts, group.answers, strict=True):
                     lines.append(json.dumps({
-                        "line": line + 1, "turn": wave.turn, "drafter": None if number == PLAIN else str(folders[number - 1]),
+                        "line": line + 1, "turn": wave.turn, "drafter": None if number == PLAIN else drafters[number - 1],
                         "concurrency": concurrency, "prompt_ids": prompt_ids, "ids": one.ids, "candidates": one.candidates,
                         "accepted": one.accepted}))
     replace_file(path, lambda temporary: temporary.write_text("\n".join(lines) + "\n"))
