@@ -7,6 +7,8 @@ on stderr and one line of JSON on stdout. In float32, greedy answers must equal 
 """
 
 import json
+import math
+import os
 import shlex
 import sys
 import tempfile
@@ -34,6 +36,7 @@ from common.training import simulated
 
 PLAIN, TRANSFORMERS = 0, -1  # decoders' numbers; drafters are 1, 2, ...
 WARM_UP = 16  # tokens decoded before anything is timed
+LEAST_CHANCE = 1e-4  # of a right sampler's chi-square; --check-sampling fails below
 COMPARED = 4  # prompts that transformers' own generate answers too
 NOT_MEASURED = ("accept_length", "acceptance", "tokens_per_second", "speed_up", "identical", "prompts", "draft_ms", "verify_ms")
 
@@ -42,14 +45,15 @@ def parse_arguments():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--target", metavar="MODEL",
-        help="folder of a Hugging Face model, or a hub id; default, with --shards alone, the one they name: only its embedding is read")
+        help="folder of a Hugging Face model, or a hub id; no default, but --shards alone finds it by itself, to read its embedding")
     add("--drafter", action="append", type=Path, default=[], metavar="DIR",
         help="folder that train_drafter.py wrote; give it several times to compare several; no default (only --server-url goes without)")
     add("--prompts", metavar="FILE",
         help="JSON lines with turns, messages, conversations, prompt, text or input_ids, or - for standard input. The last user message is "
              "answered; of turns each one, behind the plain answers to those before. A row's category is reported apart. A folder of "
-             "shards: the prompts of its held-out samples. Default none: give --shards then")
-    add("--shards", metavar="DIR", help="simulate the accept length on the held-out samples of these shards; default no")
+             "shards: the prompts of its held-out samples. No default; --shards alone goes without")
+    add("--shards", metavar="DIR",
+        help="simulate the accept length on whole held-out answers of these shards, for which the target does not run; default no")
     add("--backend", choices=["local", "sglang"], default="local",
         help="default local: target and drafters in this process, in transformers. sglang: on servers, as in production")
     add("--server-url", metavar="URL",
@@ -73,7 +77,8 @@ def parse_arguments():
     add("--seed", type=int, default=0, help="of drawn tokens; default 0")
     add("--check-sampling", type=positive_int, metavar="N",
         help="also draw N answers of three tokens to the first prompt and compare their frequencies with the target's distribution "
-             "(chi-square; needs a temperature above 0, local only); default no")
+             "(chi-square; needs a temperature above 0, local only; exit code 1 where that has less than a chance of 1e-4; some "
+             "thousands see a fault of some percent); default no")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
         help="of target and drafters; default auto, the target's own, as it is served. float32 proves that answers are identical")
     add("--limit", type=positive_int, metavar="N", help="read only the first N rows; default all")
@@ -90,6 +95,10 @@ def parse_arguments():
         raise UserError("--prompts needs --target, whose answers are measured and whose tokenizer reads them")
     if args.backend == "local" and (args.server_url or args.baseline_url or args.server_arguments):
         raise UserError("--server-url, --baseline-url and --server-arguments are for --backend sglang; add it, or leave them out")
+    try:
+        args.server_arguments = shlex.split(args.server_arguments)
+    except ValueError as error:
+        raise UserError(f"--server-arguments {args.server_arguments} cannot be split into words ({error}); balance its quotes") from None
     if args.baseline_url and not args.server_url:
         raise UserError("--baseline-url goes with --server-url, the server with the drafter; give both, or neither to start servers here")
     if not args.drafter and not (args.server_url and args.prompts and not args.shards):
@@ -101,17 +110,23 @@ def parse_arguments():
         raise UserError(f"--draft-tokens {args.draft_tokens}: a chain of {args.steps} steps has {args.steps + 1} tokens with its root; "
                         f"give --draft-tokens {args.steps + 1}, or leave it out")
     if args.topk > 1 and not 2 <= (args.draft_tokens or 0) <= nodes:
-        raise UserError(f"--draft-tokens {args.draft_tokens}: with --topk {args.topk} and {args.steps} steps 2 to {nodes} are possible; "
-                        f"give a number")
+        raise UserError(f"--topk {args.topk} with {args.steps} steps needs a --draft-tokens from 2 to {nodes}, the root included; "
+                        f"{'none' if args.draft_tokens is None else args.draft_tokens} is given")
     args.draft_tokens = args.draft_tokens or args.steps + 1
     if args.top_k < 0:
         raise UserError(f"--top-k {args.top_k}: 0 for all tokens, or a number of at least 1, is wanted")
     if args.check_sampling and (args.backend != "local" or not args.temperature or not args.prompts):
         raise UserError("--check-sampling needs --prompts, --backend local and a --temperature above 0")
+    if 0 < args.temperature < 1e-5:
+        raise UserError(f"--temperature {args.temperature}: 0, greedy, or at least 1e-5 is wanted; give 0")
+    if not -(2**63) <= args.seed < 2**64:
+        raise UserError(f"--seed {args.seed} has more than 64 bits; give a smaller number")
+    if args.out and (not args.prompts or args.out == args.plot):
+        raise UserError(f"--out {args.out} holds answers to --prompts; give those, and another file than --plot, or leave it out")
     for name, path in (("--out", args.out), ("--plot", args.plot)):
-        if path and (path.exists() or not path.parent.is_dir()):
-            fault = "is there already" if path.exists() else "lies in a folder that does not exist"
-            raise UserError(f"{name} {path} {fault}; give the name of a new file in a folder that does exist")
+        if path and (path.exists() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
+            fault = "is there already" if path.exists() else "lies in a folder that does not exist, or cannot be written to"
+            raise UserError(f"{name} {path} {fault}; give the name of a new file in a folder where files can be made")
     if args.plot:
         figure_class()
     return args
@@ -157,6 +172,7 @@ def main():
         if args.backend == "local":
             # every layer that some drafter reads is captured; `layers` is set to one drafter's own before its turn
             model = TargetModel(target, sorted(set().union(*layers)), args.dtype, trust_remote_code=args.trust_remote_code)
+            model.check_logits(torch.arange(min(64, target.vocab_size), device=model.device)[None])
             settings["dtype"] = str(model.dtype).removeprefix("torch.")
             drafters = place(loaded, target, model.device, model.dtype)
             sessions = [nullcontext((None, local_decoders(args, model, drafters, layers, settings)))]
@@ -173,7 +189,8 @@ def main():
     for folder in args.drafter:
         commands = serve_commands(target.folder, folder, args.steps, args.topk, args.draft_tokens, settings["dtype"],
                                   args.trust_remote_code)
-        say(f"to serve {folder}:", *(f"\n  {command}" for command in commands.values() if command))
+        commands["sglang"] = " ".join([commands["sglang"], shlex.join(args.server_arguments)]).strip()
+        say(f"to serve {folder}:\n  {commands['sglang']}\n  {commands['vllm'] or '(vLLM drafts chains only: --topk 1)'}")
         for entry in summary["drafters"]:
             if entry["drafter"] == str(folder):
                 entry["serve"] = commands
@@ -190,6 +207,8 @@ def check_drafters(args, target, tokenizer, configs):
                             ("vocab_size", target.vocab_size)):
             if config[key] != wanted:
                 raise UserError(f"{folder} has {key} {config[key]}, {target.name} needs {wanted}; use the target that it was trained for")
+        if args.topk > config["draft_vocab_size"]:
+            raise UserError(f"--topk {args.topk} is more than {folder} can draft, {config['draft_vocab_size']} tokens; give at most that")
         check_embedding(folder, target)
     facts = target.facts()
     ours = {"tokenizer_sha256": tokenizer_sha256(target.folder),
@@ -212,10 +231,14 @@ def check_drafters(args, target, tokenizer, configs):
 
 def captured_layers(config, target, folder):
     """The three HF hidden_states indices that a drafter reads: as its training block, its config or the engines' default says."""
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     layers = (config.get("training") or {}).get("layers") or config.get("eagle_aux_hidden_state_layer_ids")
-    layers = layers or (nested and [layer + 1 for layer in nested]) or default_layers(target.num_layers)
-    if len(layers) != 3 or layers[0] < 1 or layers != sorted(set(layers)) or layers[-1] >= target.num_layers:
+    try:
+        nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        layers = layers or (nested and [layer + 1 for layer in nested]) or default_layers(target.num_layers)
+        usable = [type(layer) for layer in layers] == [int] * 3 and 1 <= layers[0] < layers[1] < layers[2] < target.num_layers
+    except (TypeError, AttributeError):
+        layers, usable = layers or config["eagle_config"], False
+    if not usable:
         raise UserError(f"{folder} reads layers {layers}; three ascending ones in 1..{target.num_layers - 1} are wanted for {target.name}")
     return layers
 
@@ -229,6 +252,11 @@ def common_template_kwargs(configs, folders):
             raise UserError(f"{folder} was trained with chat-template arguments {json.dumps(kwargs)}, {known[0][1]} with "
                             f"{json.dumps(known[0][0])}; evaluate them in separate runs")
     return known[0][0] if known else {}
+
+
+def warn(summary, warning):
+    summary["warnings"].append(warning)
+    say(f"warning: {warning}")
 
 
 def place(loaded, target, device, dtype):
@@ -277,7 +305,7 @@ def server_sessions(args, target, configs, summary):
     def session(number, url):
         drafter = args.drafter[number - 1] if number and args.drafter else None
         server = nullcontext(url) if url else start_server(
-            args.sglang_python, target.folder, drafter, **shape, dtype=args.dtype, extra=shlex.split(args.server_arguments),
+            args.sglang_python, target.folder, drafter, **shape, dtype=args.dtype, extra=args.server_arguments,
             log=logs / f"server-{number}.log", trust_remote_code=args.trust_remote_code)
         with server as address:
             found = server_settings(address, drafter_expected=number != PLAIN)
@@ -292,15 +320,20 @@ def server_sessions(args, target, configs, summary):
             raise UserError(f"{address} drafts with {', '.join(wrong)}; give its own numbers with --steps, --topk and --draft-tokens")
         if number and args.temperature and found["device"] == "cpu":
             raise UserError(f"{address} runs on a CPU, where SGLang judges drafts greedily whatever is asked for; give --temperature 0")
-        if settings.setdefault("server", found)["dtype"] != found["dtype"]:
-            raise UserError(f"{address} runs in {found['dtype']}, the other one in {settings['server']['dtype']}; start both alike")
+        first = settings.setdefault("server", dict(found))
+        if first["dtype"] != found["dtype"]:
+            raise UserError(f"{address} runs in {found['dtype']}, the other one in {first['dtype']}; start both alike")
+        if args.server_url and args.dtype not in ("auto", found["dtype"]):
+            raise UserError(f"{address} runs in {found['dtype']}, --dtype {args.dtype} is given; start it so, or leave --dtype out")
+        if other := [f"{key} {found[key]} for {first[key]}" for key in ("version", "device", "tp_size") if found[key] != first[key]]:
+            warn(summary, f"{address} differs from the other server ({', '.join(other)}): their speeds do not compare")
         settings["server"] |= {key: value for key, value in found.items() if value is not None}
         settings["dtype"] = found["dtype"]
         given = [("model", args.target, target.folder), *(("drafter", folder, folder) for folder in args.drafter if number)]
         for key, name, folder in given if args.server_url else ():
-            if found[key] != str(name) and Path(str(found[key])).name != Path(folder).resolve().name:
-                summary["warnings"].append(f"{address} serves {key} {found[key]}, {name} is given; only the names were compared")
-                say(f"warning: {summary['warnings'][-1]}")
+            there, here = Path(str(found[key])), Path(folder).resolve()  # another machine may keep it elsewhere
+            if found[key] != str(name) and (there.resolve() != here if there.exists() else there.name != here.name):
+                warn(summary, f"{address} serves {key} {found[key]}, {name} is given; only the names were compared")
         if number and not args.drafter:
             summary["drafters"] = [{"drafter": found["drafter"], "draft_vocab": None, **dict.fromkeys(NOT_MEASURED)}]
 
@@ -311,7 +344,11 @@ def server_sessions(args, target, configs, summary):
 
 def decode_all(args, target, tokenizer, settings, sessions, summary):
     """Decode every prompt with every decoder. Returns {concurrency: its Waves, those that hold prompts}."""
-    conversations, skipped = read_prompts(args.prompts, args.limit, tokenizer)
+    conversations, skipped, warnings = read_prompts(args.prompts, args.limit, tokenizer, target, args.force)
+    if (most := max(args.concurrency)) > len(conversations):
+        warnings.append(f"--concurrency {most} is more than there are prompts: at most {len(conversations)} were decoded at once")
+    for warning in warnings:
+        warn(summary, warning)
     eos_ids = set(settings["eos_ids"])
     renderer = Renderer(tokenizer, settings["template_kwargs"], eos_ids)
     positions = target.text["max_position_embeddings"] - args.draft_tokens
@@ -336,7 +373,8 @@ def decode_all(args, target, tokenizer, settings, sessions, summary):
                         number = numbers[(step + index) % len(numbers)]
                         if number not in warm:
                             warm.add(number)
-                            decoders[number](prompts[:concurrency], WARM_UP, concurrency)
+                            left = room + args.max_new_tokens - max(map(len, prompts))  # positions behind the longest prompt
+                            decoders[number](prompts[:concurrency], max(1, min(WARM_UP, left)), concurrency)
                         wave.groups[number] = decoders[number](prompts, args.max_new_tokens, concurrency)
                         progress.update(len(prompts) * (number != TRANSFORMERS))
                     if len(wave.groups) == len(numbers):
@@ -353,14 +391,16 @@ def fill(summary, runs, model, loaded, args):
     """Put the figures into the summary: an entry for every drafter and concurrency. Returns the exit code."""
     def own_figures(chosen, number):
         plain = [wave.groups[PLAIN] for wave in chosen if PLAIN in wave.groups]
-        return figures(plain or None, [wave.groups[number] for wave in chosen], args.steps)
+        found = figures(plain or None, [wave.groups[number] for wave in chosen], args.steps)
+        return {**found, "identical": None} if args.temperature else found  # drawn answers differ, as they should
 
     entries = []
     for concurrency, run_waves in runs.items():
         for number, entry in enumerate(summary["drafters"], start=1):
             entry = {**entry, "concurrency": concurrency, **own_figures(run_waves, number)}
-            names = sorted({wave.category for wave in run_waves} - {None})
-            entry["categories"] = {name: own_figures([wave for wave in run_waves if wave.category == name], number) for name in names}
+            names = sorted({wave.category for wave in run_waves}, key=str)
+            entry["categories"] = {name or "(none)": own_figures([wave for wave in run_waves if wave.category == name], number)
+                                   for name in names if names != [None]}
             if model and entry["draft_ms"]:
                 head_ms = 1000 * head_seconds(loaded[number - 1][0], concurrency)
                 entry |= {"head_ms": round(head_ms, 4), "head_share": round(min(1.0, head_ms / entry["draft_ms"]), 4)}
@@ -384,10 +424,12 @@ def check_samplings(args, model, drafters, layers, runs, summary):
     for number, (drafter, own) in enumerate(zip(drafters, layers, strict=True)):
         found = check_sampling(model, prompt_ids, args.check_sampling, sampling, drafter, own, args.steps, args.topk, args.draft_tokens,
                                generator)
-        failed = found["p_value"] is not None and found["p_value"] < 1e-4
+        failed = found["p_value"] is not None and found["p_value"] < LEAST_CHANCE
         code |= failed
-        say(f"{args.drafter[number]}: {found['draws']} answers drawn, chi-square {found['chi_square']} over {found['cells']} cells, "
-            f"p = {found['p_value']}{': NOT the distribution of the target' if failed else ''}")
+        verdict = "too few draws to tell" if found["p_value"] is None else (
+            f"p = {found['p_value']:.2g}, {'NOT' if failed else 'no difference from'} the distribution of the target")
+        say(f"{args.drafter[number]}: {found['draws']} answers of three tokens drawn, chi-square {found['chi_square']} over the "
+            f"{found['cells']} that can be told apart: {verdict} (below {LEAST_CHANCE} fails)")
         for entry in summary["drafters"][number :: len(drafters)]:
             entry["sampling_check"] = found
     return int(code)
@@ -395,8 +437,8 @@ def check_samplings(args, model, drafters, layers, runs, summary):
 
 @torch.inference_mode()
 def differences(model, run_waves, number):
-    """Where drafter `number` first wrote another id than plain decoding, for every prompt with one; with a `model`, how close the
-    target's two best logits are there: next to nothing is a near tie, which rounding decides, and anything else a fault."""
+    """Where drafter `number` first wrote another id than plain decoding, for every prompt with one; with a `model`, how far apart
+    the target's logits of the two ids are, also in rounding steps of its dtype at that size: few are a near tie, many a fault."""
     found = []
     for wave in run_waves:
         for (line, prompt_ids), plain, ours in zip(wave.prompts, wave.groups[PLAIN].answers, wave.groups[number].answers, strict=True):
@@ -405,11 +447,16 @@ def differences(model, run_waves, number):
                 continue
             position = next((n for n, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b), min(len(plain), len(ours)))
             entry = {"line": line + 1, "turn": wave.turn, "position": position, "plain": plain[position : position + 1],
-                     "drafted": ours[position : position + 1], "best_two": None, "gap": None}
+                     "drafted": ours[position : position + 1], "best_two": None, "gap": None, "rounding_steps": None}
             if model:
                 _, last = model.states(torch.tensor([prompt_ids + plain[:position]], device=model.device))
-                best = model.logits(last[0, -1]).topk(2)
-                entry |= {"best_two": best.indices.tolist(), "gap": round(float(best.values[0] - best.values[1]), 6)}
+                logits = model.logits(last[0, -1])
+                best = logits.topk(2)
+                entry["best_two"] = best.indices.tolist()
+                if entry["plain"] and entry["drafted"]:
+                    high, low = float(logits[entry["plain"][0]]), float(logits[entry["drafted"][0]])
+                    step = torch.finfo(model.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(high), abs(low), 1e-9)))
+                    entry |= {"gap": round(high - low, 6), "rounding_steps": round(abs(high - low) / step, 1)}
             found.append(entry)
     return found
 
@@ -431,4 +478,4 @@ def write_answers(path, drafters, runs):
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, interrupted="nothing was kept; give the command again")

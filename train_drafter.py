@@ -431,4 +431,4 @@ def schedule(step, steps, warmup):
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, interrupted="the same command with --resume goes on from the last checkpoint")

@@ -41,7 +41,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help}; default {default}"
 
 
-def run(main):
+def run(main, interrupted="the same command goes on from what is on disk"):
     """Call `main()`, print the summary that it returns as one line of JSON on stdout, and exit with 0, 1 or 2.
 
     `main` returns (summary, exit code), or just the summary for exit code 0. Everything that libraries print to stdout
@@ -65,7 +65,7 @@ def run(main):
                   file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on from what is on disk (train_drafter.py: with --resume)")
+        say(f"interrupted; {interrupted}")
         sys.exit(130)
     summary, code = result if isinstance(result, tuple) else (result, 0)
     if RANK == 0:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from common.cli import UserError
 from common.generate import distribution
 from common.target_model import SlotCache
 
@@ -95,6 +96,8 @@ class Draft:
         count = next_ids.shape[1]
         places = torch.arange(count, device=next_ids.device).expand_as(next_ids)
         self.state[part] = self.layer(part, self.drafter.fc(aux), next_ids, places, places, None, count, places[:, -1])[:, 0]
+        if not self.state[part].isfinite().all():
+            raise UserError(f"the drafter's states of a prompt are not finite in {aux.dtype}; take another --dtype")
         self.lengths[part] = [count] * len(next_ids)
 
     def extend(self, aux, next_ids, counts):
@@ -159,7 +162,7 @@ class Draft:
                 seen = (torch.arange(end, device=device) < lengths)[:, None].repeat(1, width, 1)
                 seen.scatter_(2, (lengths + behind)[:, None].expand_as(lineage), lineage)
                 hidden = self.layer(slice(None), hidden, beams, lengths + behind[-width:], (lengths + step - 1).expand_as(beams), seen, end)
-            chances, chosen = self.head(hidden).float().softmax(-1).topk(topk)  # [B, beams, topk]
+            chances, chosen = self.head(hidden).float().softmax(-1).nan_to_num().topk(topk)  # [B, beams, topk]
             first = sum(part.shape[1] for part in tokens)
             scores = (scores[:, :, None] * chances).flatten(1)
             new = self.ids(chosen).flatten(1)

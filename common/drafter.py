@@ -103,7 +103,9 @@ def rotary_settings(config):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     llama = LlamaConfig(
-        hidden_size=config["hidden_size"], num_attention_heads=config["num_attention_heads"], head_dim=config["head_dim"],
+        # only head_dim counts; a hidden size that the heads do not divide, as some targets have, would be refused
+        hidden_size=config["num_attention_heads"] * config["head_dim"], num_attention_heads=config["num_attention_heads"],
+        head_dim=config["head_dim"],
         max_position_embeddings=config["max_position_embeddings"], rope_parameters=dict(config["rope_parameters"]),
     )
     rotary = LlamaRotaryEmbedding(llama)
@@ -190,13 +192,22 @@ def load_drafter(folder, dtype=torch.float32):
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"):
         if type(config.get(key)) is not int:
             raise UserError(f"{folder}: {key} is {config.get(key)!r} in its config, an integer is wanted")
-    if not isinstance(config.get("rms_norm_eps"), float) or not isinstance(config.get("training") or {}, dict):
+    training = config.get("training") or {}
+    if not isinstance(config.get("rms_norm_eps"), float) or not isinstance(training, dict) or not all(
+            isinstance(training.get(key) or {}, dict) for key in ("target", "template_kwargs")):
         raise UserError(f"{folder}: its config has no usable rms_norm_eps or training block; export the drafter again")
     if type(config.get("draft_vocab_size")) is not int:
         raise UserError(f"{folder}: draft_vocab_size is {config.get('draft_vocab_size')!r} in its config, an integer is wanted")
-    config["rope_parameters"] = _rope_parameters(config)
-    config.setdefault("target_hidden_size", config["hidden_size"])
-    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    if config.get("norm_before_residual"):
+        raise UserError(f"{folder} is of the kind with norm_before_residual, which SGLang does not know; use one without")
+    try:
+        config["rope_parameters"] = _rope_parameters(config)
+        config.setdefault("target_hidden_size", config["hidden_size"])
+        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        with torch.device("meta"):
+            wanted = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+    except Exception as error:  # numbers that make no model: torch and transformers raise many kinds
+        raise UserError(f"{folder}: its config describes no drafter ({' '.join(str(error).split())[:200]}); export it again") from None
     file = folder / "model.safetensors"
     if not file.exists():
         raise UserError(f"{folder} holds no model.safetensors")
@@ -207,8 +218,6 @@ def load_drafter(folder, dtype=torch.float32):
         raise UserError(f"{file} cannot be read as safetensors ({str(error)[:200]}); export the drafter again") from None
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     tensors.pop("embed_tokens.weight", None)  # the target's is used, as in the engines
-    with torch.device("meta"):
-        wanted = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
@@ -216,11 +225,13 @@ def load_drafter(folder, dtype=torch.float32):
                             f"export the drafter again")
         if not tensors[name].is_floating_point():
             raise UserError(f"{folder}: tensor {name} is {tensors[name].dtype}, floating-point weights are wanted")
+        if not tensors[name].float().isfinite().all():
+            raise UserError(f"{folder}: tensor {name} holds NaN or infinity; export the drafter again, or train it with a lower --lr")
     rows = None
     if config["draft_vocab_size"] != config["vocab_size"]:
         if d2t is None or t2d is None:
             raise UserError(f"{folder} has a draft vocabulary of {config['draft_vocab_size']} and no d2t and t2d to say which tokens")
-        rows = torch.from_numpy(check_map(d2t.numpy(), t2d.bool().numpy(), folder))
+        rows = torch.from_numpy(check_map((d2t.float() if d2t.is_floating_point() else d2t).numpy(), t2d.bool().numpy(), folder))
         if len(rows) != config["draft_vocab_size"] or len(t2d) != config["vocab_size"]:
             raise UserError(f"{folder}: its map is {len(rows)} of {len(t2d)} ids, its config says {config['draft_vocab_size']} of "
                             f"{config['vocab_size']}")

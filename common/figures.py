@@ -13,6 +13,8 @@ from common.cli import UserError
 from common.files import replace_file
 
 DRAWS = 2000  # of a bootstrap
+FEW = 10  # prompts or samples
+TIE = 4  # rounding steps between two logits: as much as another order of adding up moves them
 SHOWN = 5  # differences of one drafter in the table
 COLUMNS = [  # title, key, digits
     ("vocab", "draft_vocab", 0), ("conc.", "concurrency", 0), ("accept", "accept_length", 3), ("95 %", "accept_length_interval", 2),
@@ -106,9 +108,18 @@ def table(summary):
     """The summary as lines of at most 160 characters; columns that nothing was measured for are left out."""
     settings, entries = summary["settings"], summary["drafters"]
     words = [f"{key.replace('_', ' ')} {settings[key]}" for key in
-             ("backend", "dtype", "device", "threads", "steps", "topk", "draft_tokens", "temperature") if settings.get(key) is not None]
-    lines = [f"{summary['target']}, {summary['prompts']} prompts: {', '.join(words)}"]
-    for key, name in (("baseline_tokens_per_second", "plain decoding"), ("transformers_tokens_per_second", "transformers' own generate")):
+             ("backend", "dtype", "device", "threads", "steps", "topk", "draft_tokens", "max_new_tokens", "temperature")
+             if settings.get(key) is not None]
+    if settings.get("temperature"):
+        words += [f"{key.replace('_', ' ')} {settings[key]}" for key in ("top_p", "top_k", "seed")]
+    samples = [entry["simulated_samples"] for entry in entries if "simulated_samples" in entry]
+    what = [f"{summary['prompts']} prompts"] * bool(summary["prompts"]) + [f"{count} held-out samples simulated" for count in samples[:1]]
+    lines = [f"{summary['target']}, {', '.join(what)}: {', '.join(words)}"]
+    if min(filter(None, [summary["prompts"], *samples]), default=0) < FEW:
+        lines.append(f"fewer than {FEW} prompts: the intervals are rough")
+    first = f", {entries[0]['concurrency']} at once" if len({entry.get("concurrency") for entry in entries}) > 1 else ""
+    for key, name in (("baseline_tokens_per_second", f"plain decoding{first}"),
+                      ("transformers_tokens_per_second", "transformers' own generate, one prompt at a time")):
         if summary.get(key) is not None:
             lines.append(f"{name}: {summary[key]:.1f} tokens/s")
     rows = []
@@ -136,8 +147,9 @@ def table(summary):
     for name, entry in zip(names(entries), entries, strict=True):
         if differences := entry.get("differences"):
             lines.append(f"{name} differs from plain decoding in {len(differences)} of {entry['prompts']} prompts")
-            lines += [f"  line {one['line']}, answer token {one['position']}: {one['drafted']} for {one['plain']}"
-                      + ("" if one.get("gap") is None else f"; the target's two best logits are {one['gap']:.4g} apart there")
+            lines += [f"  line {one['line']}, answer token {one['position'] + 1}: {one['drafted']} for {one['plain']}"
+                      + ("" if one.get("gap") is None else f", whose logit is {one['gap']:.4g} higher, {one['rounding_steps']:g} rounding "
+                         f"steps of {settings['dtype']}{': a near tie' if one['rounding_steps'] <= TIE else ': MORE than rounding'}")
                       for one in differences[:SHOWN]]
             if len(differences) > SHOWN:
                 lines.append(f"  and {len(differences) - SHOWN} more in the summary")
@@ -165,7 +177,8 @@ def plot(path, summary):
     """Write a PNG: accept length with its interval per drafter and category, and acceptance per depth."""
     Figure = figure_class()
     entries = summary["drafters"]
-    groups = list(dict.fromkeys([None, *(name for entry in entries for name in entry.get("categories") or {})]))
+    categories = list(dict.fromkeys(name for entry in entries for name in entry.get("categories") or {}))
+    groups = [None, *(categories if len(categories) > 1 else [])]
     figure = Figure(figsize=(6 + max(5, 0.35 * len(groups) * len(entries)), 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[max(5, 0.35 * len(groups) * len(entries)), 5])
     width = min(0.8 / max(len(entries), 1), 0.3)
@@ -189,14 +202,18 @@ def plot(path, summary):
               xticks=range(1, summary["settings"]["steps"] + 1))
     right.grid(alpha=0.3)
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.suptitle(str(summary["target"]), fontsize="medium")
+    settings = summary["settings"]
+    figure.suptitle(f"{summary['target']}, {summary['prompts'] or 'no'} prompts, {settings.get('dtype')}, {settings['steps']} steps, "
+                    f"topk {settings.get('topk')}, temperature {settings.get('temperature')}", fontsize="medium")
     replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 
 def figure_class():
     """matplotlib's Figure, imported only where something is plotted."""
     try:
+        from matplotlib import rcParams
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("--plot needs matplotlib, which is not installed; pip install matplotlib, or leave --plot out") from None
+    rcParams["text.parse_math"] = False  # dollars in a name are no formula
     return Figure

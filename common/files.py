@@ -58,7 +58,7 @@ def read_json(path):
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, IsADirectoryError, RecursionError) as error:
         raise UserError(f"{path} is not readable as JSON ({error})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {type(value).__name__}, an object was expected")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from common.cli import UserError, say
 from common.conversations import Skip, parse_row, read_rows
-from common.shards import Shards
+from common.shards import Shards, check_tokenizer
+from common.target import tokenizer_sha256
 
 
 @dataclass
@@ -72,10 +73,12 @@ def waves(conversations, size):
     return found
 
 
-def read_prompts(path, limit, tokenizer):
-    """([Conversation], Counter of skipped rows by reason) of JSON lines, or of the held-out samples of a folder of shards."""
+def read_prompts(path, limit, tokenizer, target, force=False):
+    """([Conversation], Counter of skipped rows by reason, [warnings]) of JSON lines, or of held-out samples of a folder of shards."""
     if path != "-" and Path(path).is_dir():
-        return heldout_prompts(Shards(path), limit), Counter()
+        shards = Shards(path)
+        warning = check_tokenizer(tokenizer_sha256(target.folder), shards, f"the tokenizer of {target.name}", force)
+        return heldout_prompts(shards, limit), Counter(), [f"--force: {warning}"] if warning else []
     rows, _, _ = read_rows(path, limit)
     conversations, skipped = [], Counter()
     for line, row in rows:
@@ -92,7 +95,7 @@ def read_prompts(path, limit, tokenizer):
         conversations.append(Conversation(line, category if category is None else str(category), tools, script))
     if not conversations:
         raise UserError(f"{path} holds no prompt that can be used ({reasons(skipped)})")
-    return conversations, skipped
+    return conversations, skipped, []
 
 
 def heldout_prompts(shards, limit):

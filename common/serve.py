@@ -89,7 +89,8 @@ def _wait(process, url, log, patience):
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise UserError(f"SGLang ended (exit code {process.returncode}) before it served: {_last_words(log)}; all of it is in {log}")
+            raise UserError(f"SGLang ended (exit code {process.returncode}) before it served: {_last_words(log)}; all of it is in {log}; "
+                            f"--sglang-python names its environment, see also --server-arguments")
         with suppress(UserError):  # not up yet
             if _ask(url, "/health")[0] == 200:
                 break
@@ -179,7 +180,10 @@ def answer(url, prompts, limit, eos_ids, concurrency, sampling, steps=None):
         seconds = time.perf_counter() - start
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    return Group([_read(reply, url, limit, eos_ids, steps) for reply in replies], seconds, [], [])
+    try:
+        return Group([_read(reply, url, limit, eos_ids, steps) for reply in replies], seconds, [], [])
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{url}/generate sent a reply of another form ({error}); use SGLang 0.5.23 or later") from None
 
 
 def _read(reply, url, limit, eos_ids, steps):

@@ -59,6 +59,8 @@ class Shards:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise UserError(f"--shards {folder} is no folder; extract_hidden_states.py makes one")
+        if not (self.folder / MANIFEST).exists():
+            raise UserError(f"{folder} holds no {MANIFEST}; give a folder that extract_hidden_states.py made")
         self.manifest = read_manifest(self.folder)
         if not self.manifest["complete"]:
             raise UserError(f"{folder} is not finished ({len(self.manifest['shards'])} of {self.manifest['planned']['blocks']} blocks); "
@@ -140,7 +142,7 @@ def open_shards_target(shards, name=None, revision=None, trust_remote_code=False
     if name:
         return open_target(name, revision, trust_remote_code)
     try:
-        return open_target(shards.manifest["target"].get("name"), revision, trust_remote_code)
+        return open_target(str(shards.manifest["target"].get("name")), revision, trust_remote_code)
     except UserError as error:
         raise UserError(f"the target of {shards.folder} cannot be read where it was ({error}); give --target, its place now") from None
 

@@ -310,3 +310,11 @@ def test_a_broken_sampler_is_caught(flat, tmp_path, monkeypatch, fault):
         monkeypatch.setattr(Draft, "chain", shifted)
     found = check_sampling(flat, prompts(1)[0], 4000, FLAT, (drafter, embedding, rows), LAYERS, 3, 1, 4, torch.Generator().manual_seed(1))
     assert found["p_value"] < 1e-6, found
+
+
+def test_a_drafter_that_overflows_changes_no_text(model, tmp_path):
+    drafter, embedding, rows = load(model, tiny.make_drafter(tmp_path / "drafter", model.target))
+    drafter.lm_head.weight.data.fill_(torch.nan)
+    plain = decode(model, prompts(), 12, frozenset())
+    for size in ({}, TREE):
+        assert ids(decode(model, prompts(), 12, frozenset(), (drafter, embedding, rows), **size)) == ids(plain)

@@ -203,3 +203,9 @@ def test_a_full_drafter_with_a_map_is_refused(target, tmp_path):
     save_file({**tensors, "d2t": torch.zeros(328, dtype=torch.int64)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="which vLLM refuses"):
         load_drafter(tmp_path)
+
+
+def test_heads_need_not_divide_the_hidden_size(tmp_path):
+    target = open_target(tiny.make_target(tmp_path / "target"))
+    drafter, _ = load_drafter(tiny.make_drafter(tmp_path / "drafter", target, num_attention_heads=6))
+    assert target.hidden_size % 6 and drafter.midlayer["self_attn"]["q_proj"].weight.shape == (6 * 16, 2 * target.hidden_size)

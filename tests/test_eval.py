@@ -9,6 +9,7 @@ from threading import Lock
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import eval_speculative
 from common import decode as engine
@@ -64,7 +65,7 @@ def test_a_verifier_that_accepts_everything_is_caught(folder, tmp_path, monkeypa
         summary, code = run_main(monkeypatch, *arguments, *tree)
         assert code == 1 and summary["drafters"][0]["identical"] == 0
         found = summary["drafters"][0]["differences"]
-        assert len(found) == 3 and found[0]["position"] == 1 and found[0]["gap"] > 0
+        assert len(found) == 3 and found[0]["position"] == 1 and found[0]["gap"] > 0 and found[0]["rounding_steps"] > 1000
         assert all(difference["plain"] == difference["best_two"][:1] for difference in found)
         summary, code = run_main(monkeypatch, *arguments, *tree, "--dtype", "bfloat16")
         assert code == 0 and summary["drafters"][0]["identical"] == 0  # not proved, but every gap is told
@@ -90,7 +91,7 @@ def test_one_run_of_two_drafters_with_other_layers_and_categories(folder, tmp_pa
     assert summary["transformers_tokens_per_second"] > 0 and summary["plain_over_transformers"] > 0
     for entry, size in zip(summary["drafters"], (120, 328), strict=True):
         assert entry["draft_vocab"] == size and entry["identical"] == entry["prompts"] == 5
-        assert {name: part["prompts"] for name, part in entry["categories"].items()} == {"fruit": 2, "dogs": 1}
+        assert {name: part["prompts"] for name, part in entry["categories"].items()} == {"fruit": 2, "dogs": 1, "(none)": 2}
         assert entry["accept_length"] == round(1 + entry["accepted"] / entry["verifications"], 4)
         assert None not in (entry["tokens_per_second"], entry["speed_up"], entry["draft_ms"], entry["verify_ms"])
         assert entry["accept_length_interval"][0] <= entry["accept_length"] <= entry["accept_length_interval"][1]
@@ -175,6 +176,13 @@ def test_shards_are_simulated_without_a_target_and_asked_as_prompts(folder, tmp_
     other = make_drafter(tmp_path / "other", target, layers=[1, 3, 6])
     refused(monkeypatch, ("--drafter", other, "--shards", tmp_path / "shards"), "[2, 4, 5]", "[1, 3, 6]")
     refused(monkeypatch, ("--drafter", path, "--shards", tmp_path / "none"), "none is no folder")
+    refused(monkeypatch, ("--drafter", path, "--shards", tmp_path / "shards", "--out", tmp_path / "x"), "--out", "--prompts")
+    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text()) | {"tokenizer_sha256": "another"}
+    (tmp_path / "shards" / "manifest.json").write_text(json.dumps(manifest))
+    arguments = ("--target", folder, "--drafter", path, "--prompts", tmp_path / "shards", "--max-new-tokens", 4)
+    refused(monkeypatch, arguments, "tokenizer", "another", "--force")
+    summary, _ = run_main(monkeypatch, *arguments, "--force", "--concurrency", 99)
+    assert "another" in summary["warnings"][0] and f"at most {summary['prompts']} were" in summary["warnings"][1]
 
 
 def test_sampled_answers(folder, tmp_path, monkeypatch, capsys):
@@ -203,7 +211,7 @@ def test_servers_are_measured_as_the_local_engine_is(folder, tmp_path, monkeypat
                                                      *({"prompt": word, "category": "dogs"} for word in ("jumps", "fox", "lazy"))])
     drafter = (load_drafter(path)[0], target.embedding().float(), None)
 
-    def server(drafter, algorithm):
+    def server(drafter, algorithm, **more):
         def generate(body):
             settings = body["sampling_params"]
             with lock:
@@ -213,7 +221,7 @@ def test_servers_are_measured_as_the_local_engine_is(folder, tmp_path, monkeypat
             return 200, {"output_ids": ids, "meta_info": facts(*counts, reason="stop" if ids[-1] == 2 else "length")}
 
         info = {**INFO, "model_path": str(folder), "device": "cpu", "speculative_algorithm": algorithm,
-                "speculative_draft_model_path": algorithm and str(path)}
+                "speculative_draft_model_path": algorithm and str(path), **more}
         return Fake({"/generate": generate, "/flush_cache": (200, "ok"), "/server_info": (200, info)})
 
     arguments = ["--target", folder, "--drafter", path, "--prompts", rows, "--max-new-tokens", 12, "--concurrency", "1,3"]
@@ -234,6 +242,13 @@ def test_servers_are_measured_as_the_local_engine_is(folder, tmp_path, monkeypat
         assert (entry["drafter"], entry["speed_up"], entry["identical"]) == (str(path), None, None)
         assert entry["accept_length"] == local["drafters"][0]["accept_length"]
         refused(monkeypatch, [*arguments, *remote, "--steps", 5], "steps 3 for 5")
+        refused(monkeypatch, [*arguments, *remote, "--dtype", "bfloat16"], "float32", "--dtype bfloat16")
+        other = make_drafter(tmp_path / "run" / "drafter", target)
+        summary, _ = run_main(monkeypatch, *arguments[:2], "--drafter", other, *arguments[4:], *remote)
+        assert [str(other) in warning for warning in summary["warnings"]] == [True]
+        with server((), None, tp_size=4) as larger:
+            summary, _ = run_main(monkeypatch, *arguments, *remote, "--baseline-url", larger.url)
+            assert "tp_size 1 for 4" in summary["warnings"][0]
         refused(monkeypatch, [*arguments, *remote, "--temperature", 1], "CPU", "--temperature 0")
         refused(monkeypatch, [*arguments, "--backend", "sglang", "--server-url", plain.url], "without a drafter")
 
@@ -299,6 +314,39 @@ def test_unfit_drafters_are_refused_with_both_numbers(folder, tmp_path, monkeypa
     assert all(word in result.stderr.splitlines()[-1] for word in ("'LlamaForCausalLM'", "LlamaForCausalLMEagle3"))
 
 
+def test_broken_drafters_are_one_sentence(folder, tmp_path, monkeypatch):
+    target, rows = open_target(folder), tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(1))
+
+    def attempt(name, change=None, tensors=None, *more):
+        path = make_drafter(tmp_path / name, target)
+        config, weights = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+        config.update(change or {})
+        weights.update(tensors or {})
+        (path / "config.json").write_text(json.dumps(config))
+        save_file(weights, path / "model.safetensors")
+        return "--target", folder, "--drafter", path, "--prompts", rows, "--max-new-tokens", 4, *more
+
+    for key, value in (("num_attention_heads", 0), ("head_dim", None), ("hidden_size", -1), ("rope_parameters", "x")):
+        refused(monkeypatch, attempt(key, {key: value}), tmp_path / key, "describes no drafter")
+    refused(monkeypatch, attempt("kind", {"norm_before_residual": True}), "norm_before_residual")
+    for number, layers in enumerate(("abc", 7, [1.0, 3.0, 6.0], {"a": 1})):
+        refused(monkeypatch, attempt(f"layers{number}", {"training": {"layers": layers}}), layers, "three ascending ones in 1..7")
+    refused(monkeypatch, attempt("nested", {"training": None, "eagle_config": 7}), "reads layers 7")
+    refused(monkeypatch, attempt("block", {"training": {"target": "x"}}), "training block")
+    refused(monkeypatch, attempt("nan", None, {"norm.weight": torch.full([64], torch.nan)}), "norm.weight holds NaN")
+    refused(monkeypatch, attempt("half", None, {"fc.weight": torch.full([64, 192], 1e8)}, "--dtype", "float16"), "finite", "--dtype")
+    small = make_drafter(tmp_path / "small", target, size=4)
+    arguments = ("--target", folder, "--drafter", small, "--prompts", rows, "--topk", 5, "--draft-tokens", 6)
+    refused(monkeypatch, arguments, "--topk 5", "4 tokens")
+
+
+def test_a_target_without_numbers_is_refused(folder, tmp_path, monkeypatch):
+    target = open_target(folder)
+    path, rows = make_drafter(tmp_path / "drafter", target), tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(1))
+    monkeypatch.setattr(TargetModel, "logits", lambda model, last: torch.full((*last.shape[:-1], 328), torch.nan))
+    refused(monkeypatch, ("--target", folder, "--drafter", path, "--prompts", rows), "nan")
+
+
 def test_mistakes_are_one_sentence(folder, tmp_path, monkeypatch):
     path = make_drafter(tmp_path / "drafter", open_target(folder))
     rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(1))
@@ -310,8 +358,8 @@ def test_mistakes_are_one_sentence(folder, tmp_path, monkeypatch):
     def attempt(*more, prompts=rows, target=folder):
         return "--target", target, "--drafter", path, "--prompts", prompts, *more
 
-    refused(monkeypatch, attempt("--topk", 4), "--draft-tokens None", "--topk 4", "2 to 37")
-    refused(monkeypatch, attempt("--topk", 4, "--draft-tokens", 38), "--draft-tokens 38", "2 to 37")
+    refused(monkeypatch, attempt("--topk", 4), "--draft-tokens", "--topk 4", "2 to 37", "none is given")
+    refused(monkeypatch, attempt("--topk", 4, "--draft-tokens", 38), "38 is given", "2 to 37")
     refused(monkeypatch, attempt("--draft-tokens", 8), "--draft-tokens 8", "--draft-tokens 4")
     refused(monkeypatch, attempt("--temperature", -1), "--temperature", "-1")
     refused(monkeypatch, attempt("--concurrency", "1,x"), "--concurrency")
@@ -326,6 +374,14 @@ def test_mistakes_are_one_sentence(folder, tmp_path, monkeypatch):
     refused(monkeypatch, attempt("--max-new-tokens", 500), "no prompt", "1 too long")
     refused(monkeypatch, attempt("--out", tmp_path / "none" / "x"), "--out", "does not exist")
     refused(monkeypatch, attempt("--plot", broken), "--plot", "is there already")
+    refused(monkeypatch, attempt("--out", tmp_path / "x", "--plot", tmp_path / "x"), "--out", "another file than --plot")
+    refused(monkeypatch, attempt("--temperature", 1e-40), "--temperature 1e-40", "1e-5")
+    refused(monkeypatch, attempt("--seed", 2**64), "--seed", "64 bits")
+    refused(monkeypatch, attempt("--backend", "sglang", "--server-arguments", "'a"), "--server-arguments", "quotes")
+    refused(monkeypatch, attempt(prompts=tmp_path), "manifest.json", "extract_hidden_states.py")
+    monkeypatch.setattr("os.access", lambda *_: False)  # a superuser may write everywhere
+    refused(monkeypatch, attempt("--out", tmp_path / "x"), "--out", "cannot be written to")
+    monkeypatch.undo()
     refused(monkeypatch, attempt(target=bare), "no chat template")
     refused(monkeypatch, ("--target", folder, "--drafter", path), "--prompts", "--shards")
     refused(monkeypatch, ("--drafter", path, "--prompts", rows), "--target")

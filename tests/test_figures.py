@@ -185,7 +185,7 @@ def summary_of(steps=3, drafters=("runs/full", "runs/reduced/checkpoints/step-00
 
 
 def test_table_has_every_figure_in_160_columns():
-    difference = {"line": 7, "turn": 0, "position": 4, "plain": [9], "drafted": [3], "gap": 0.0625}
+    difference = {"line": 7, "turn": 0, "position": 4, "plain": [9], "drafted": [3], "gap": 0.0625, "rounding_steps": 1.0}
     lines = table(summary_of(differences=[difference] * 9))
     text = "\n".join(lines)
     assert max(map(len, lines)) <= 160 and "plain decoding: 12.3 tokens/s" in text and "generate" not in text
@@ -195,7 +195,10 @@ def test_table_has_every_figure_in_160_columns():
     cells = "full 8000 1 2.000 1.00-3.33 0.429 0.667 1.000 5.3 2.7 2.00 0.50-2.75 15.00 0.25 100.0 2 of 3"
     assert total.split() == cells.split() and maths.split()[1] == "3.333"
     assert "simul." not in head and "simul." in "\n".join(table(summary_of(simulated_accept_length=2.1)))
-    assert "full differs from plain decoding in 9 of 3 prompts" in text and "0.0625 apart" in text and "and 4 more" in text
+    assert "full differs from plain decoding in 9 of 3 prompts" in text and "and 4 more" in text and "the intervals are rough" in text
+    assert "line 7, answer token 5: [3] for [9], whose logit is 0.0625 higher, 1 rounding steps of bfloat16: a near tie" in text
+    fault = table(summary_of(differences=[{**difference, "gap": 0.5, "rounding_steps": 8.0}]))
+    assert "MORE than rounding" in "\n".join(fault)
     wide = table(summary_of(7, ("runs/" + "long" * 40, "b")))
     assert max(map(len, wide)) <= 160 and any("…" in line for line in wide)
 
@@ -210,6 +213,7 @@ def test_plot_is_a_whole_png(tmp_path, monkeypatch):
     unmeasured = {"drafter": "x", "draft_vocab": 9, "concurrency": 1, "accept_length": None, "acceptance": None, "categories": {}}
     summary = summary_of()
     summary["drafters"] += [unmeasured, {**unmeasured, **simulated_figures(np.ones((4, 2, 3), dtype=int))}]
+    summary["drafters"][0]["categories"] = {"$\\frac{$": {}}  # a name, no formula
     plot(tmp_path / "plot.png", summary)
     assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and (tmp_path / "plot.png").stat().st_size > 10000
     assert [path.name for path in tmp_path.iterdir()] == ["plot.png"]

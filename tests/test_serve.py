@@ -153,6 +153,7 @@ def test_faults_of_the_server_are_told():
     refused(lambda: ask((200, {"text": "a", "meta_info": facts(1)})), "no output_ids")
     refused(lambda: ask((200, {"output_ids": [5], "meta_info": {"finish_reason": {"type": "abort", "message": "out of memory"}}})),
             "out of memory")
+    refused(lambda: ask((200, {"output_ids": [5] * 4, "meta_info": {"finish_reason": "length"}})), "another form")
     refused(lambda: ask((200, {"output_ids": [5, 6], "meta_info": facts(1)})), "after 2 of 4 tokens", "--context-length")
     refused(lambda: ask((200, {"output_ids": [5] * 4, "meta_info": {"finish_reason": {"type": "length"}}})), "has a drafter",
             "spec_correct_drafts_histogram")

@@ -56,7 +56,10 @@ def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_tem
         model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape, head_dim=16, sliding_window=8))
     elif kind == "mixtral":
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape, num_local_experts=4))
-    elif kind in ("llava", "llava_tied", "gpt2"):
+    elif kind == "gpt2":
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=vocab_size, n_embd=64, n_layer=layers, n_head=4, n_positions=512, bos_token_id=0, eos_token_id=2))
+    elif kind in ("llava", "llava_tied"):
         text = transformers.LlamaConfig(**shape, tie_word_embeddings=tied)
         vision = transformers.CLIPVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                                                image_size=8, patch_size=4)
