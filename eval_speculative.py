@@ -288,7 +288,7 @@ def local_decoders(args, model, drafters, layers, settings):
             return decode(model, prompts, limit, eos_ids, drafter, args.steps, args.topk, args.draft_tokens, sampling, generator)
         return call
 
-    decoders = {PLAIN: decoder((), model.layers)}
+    decoders = {PLAIN: decoder((), ())}
     decoders |= {number: decoder(*own) for number, own in enumerate(zip(drafters, layers, strict=True), start=1)}
     decoders[TRANSFORMERS] = lambda prompts, limit, concurrency: transformers_generate(model, prompts[0], limit, eos_ids)
     return decoders

@@ -122,6 +122,8 @@ def table(summary):
                       ("transformers_tokens_per_second", "transformers' own generate, one prompt at a time")):
         if summary.get(key) is not None:
             lines.append(f"{name}: {summary[key]:.1f} tokens/s")
+    if ratio := summary.get("plain_over_transformers"):
+        lines[-1] += f"; plain decoding of the same prompts {ratio:.2f} times that"
     rows = []
     for name, entry in zip(names(entries), entries, strict=True):
         rows.append((name, entry))
@@ -147,10 +149,11 @@ def table(summary):
     for name, entry in zip(names(entries), entries, strict=True):
         if differences := entry.get("differences"):
             lines.append(f"{name} differs from plain decoding in {len(differences)} of {entry['prompts']} prompts")
-            lines += [f"  line {one['line']}, answer token {one['position'] + 1}: {one['drafted']} for {one['plain']}"
-                      + ("" if one.get("gap") is None else f", whose logit is {one['gap']:.4g} higher, {one['rounding_steps']:g} rounding "
-                         f"steps of {settings['dtype']}{': a near tie' if one['rounding_steps'] <= TIE else ': MORE than rounding'}")
-                      for one in differences[:SHOWN]]
+            for one in differences[:SHOWN]:
+                lines.append(f"  line {one['line']}, answer token {one['position'] + 1}: {one['drafted']} for {one['plain']}")
+                if (steps := one.get("rounding_steps")) is not None:
+                    lines[-1] += (f", whose logit is {one['gap']:.4g} higher, {steps:g} rounding step{'s' * (steps != 1)} of "
+                                  f"{settings['dtype']}: {'a near tie' if steps <= TIE else 'MORE than rounding'}")
             if len(differences) > SHOWN:
                 lines.append(f"  and {len(differences) - SHOWN} more in the summary")
     return lines

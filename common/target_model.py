@@ -164,7 +164,7 @@ class TargetModel:
         self.captured.clear()
         output = self.decoder(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
                               use_cache=cache is not None, **{self.cache_argument: cache})
-        aux = torch.cat([self.captured[layer] for layer in self.layers], dim=-1)
+        aux = torch.cat([self.captured[layer] for layer in self.layers], dim=-1) if self.layers else None
         return aux, output.last_hidden_state
 
     @torch.inference_mode()

@@ -196,7 +196,7 @@ def test_table_has_every_figure_in_160_columns():
     assert total.split() == cells.split() and maths.split()[1] == "3.333"
     assert "simul." not in head and "simul." in "\n".join(table(summary_of(simulated_accept_length=2.1)))
     assert "full differs from plain decoding in 9 of 3 prompts" in text and "and 4 more" in text and "the intervals are rough" in text
-    assert "line 7, answer token 5: [3] for [9], whose logit is 0.0625 higher, 1 rounding steps of bfloat16: a near tie" in text
+    assert "line 7, answer token 5: [3] for [9], whose logit is 0.0625 higher, 1 rounding step of bfloat16: a near tie" in text
     fault = table(summary_of(differences=[{**difference, "gap": 0.5, "rounding_steps": 8.0}]))
     assert "MORE than rounding" in "\n".join(fault)
     wide = table(summary_of(7, ("runs/" + "long" * 40, "b")))
