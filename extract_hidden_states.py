@@ -47,7 +47,8 @@ def parse_args():
         "capture by themselves")
     add("--store", choices=list(DTYPES), default="bf16", help="dtype on disk; default bf16, which never overflows")
     add("--heldout", type=float, default=0.05, metavar="SHARE",
-        help="share of conversations set aside for measuring, by a hash of their content; default 0.05: enough to measure, little lost")
+        help="share of conversations set aside for measuring, by a hash of their content; default 0.05: enough to measure, little lost. "
+             "1 makes shards to evaluate on")
     add("--template-kwargs", type=json_object, default={}, metavar="JSON",
         help="arguments for the chat template, the same as when serving, like {\"enable_thinking\": false}")
     add("--system", help="system prompt for rows that have none")
@@ -71,8 +72,8 @@ def parse_args():
     add("--revision", metavar="NAME", help="of a hub id; default its main one")
     add("--force", action="store_true", help="go on although target, tokenizer or template changed since these shards were begun")
     args = parser.parse_args()
-    if not 0 <= args.heldout < 1:
-        parser.error(f"--heldout {args.heldout} is not in 0..1 (1 excluded)")
+    if not 0 <= args.heldout <= 1:
+        parser.error(f"--heldout {args.heldout} is not in 0..1")
     return args
 
 

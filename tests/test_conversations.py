@@ -228,6 +228,7 @@ def test_held_out_share_smallest_and_twins():
     twins = held_out(few + [min(few)], 1e-9)
     assert sum(twins) == 2 and twins[-1]
     assert not any(held_out([min(keys)] * 20, 0.05))  # never everything
+    assert all(held_out(few[:3], 1))  # but when asked for
 
 
 def test_two_answers_to_one_question_are_on_the_same_side():
