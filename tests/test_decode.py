@@ -182,35 +182,42 @@ def test_drafting_equals_recomputation_step_by_step(model, tmp_path, monkeypatch
 
 
 def slow_tree(drafter, embedding, rows, full, aux, t, steps, topk, draft_tokens):
-    """EAGLE-2's tree behind row t, every node recomputed from nothing: [(path of target ids, chance)], the likeliest of all nodes."""
-    beams, nodes = [((), 1.0)], []
+    """EAGLE-2's tree behind row t, every node recomputed from nothing.
+
+    Returns ([(path of target ids, chance)], the likeliest of all nodes, and of each depth the logits [beams, D]).
+    """
+    beams, nodes, logits = [((), 1.0)], [], []
     for _ in range(steps):
         new = []
-        for path, chance in beams:
-            share = draft_logits(drafter, embedding, full, aux, t, list(path))[-1].softmax(-1)
+        logits.append([draft_logits(drafter, embedding, full, aux, t, list(path))[-1] for path, _ in beams])
+        for (path, chance), row in zip(beams, logits[-1], strict=True):
+            share = row.softmax(-1)
             for token in share.argsort(descending=True)[:topk].tolist():
                 new.append((path + (token if rows is None else int(rows[token]),), chance * float(share[token])))
         nodes += new
         beams = sorted(new, key=lambda node: -node[1])[:topk]
-    return sorted(nodes, key=lambda node: -node[1])[: draft_tokens - 1]
+    return sorted(nodes, key=lambda node: -node[1])[: draft_tokens - 1], [torch.stack(rows) for rows in logits]
 
 
 @pytest.mark.parametrize("size", [None, 120])
 def test_a_tree_holds_the_likeliest_paths(model, tmp_path, monkeypatch, size):
     drafter, embedding, rows = load(model, tiny.make_drafter(tmp_path / "drafter", model.target, size))
-    asked, trees = prompts(2), []
-    tree = Draft.tree
+    asked, trees, logits = prompts(2), [], []
+    tree, head = Draft.tree, Draft.head
+    monkeypatch.setattr(Draft, "head", lambda draft, hidden: logits.append(head(draft, hidden)) or logits[-1])
     monkeypatch.setattr(Draft, "tree", lambda draft, *rest: trees.append((list(draft.lengths), tree(draft, *rest))) or trees[-1][1])
-    group = decode(model, asked, 4, frozenset(), (drafter, embedding, rows), steps=3, topk=3, draft_tokens=9)
+    group = decode(model, asked, 8, frozenset(), (drafter, embedding, rows), steps=4, topk=3, draft_tokens=12)
     for row, (prompt, answer) in enumerate(zip(asked, group.answers, strict=True)):
         full = prompt + answer.ids
         aux, _ = model.states(torch.tensor([full]))
-        for lengths, (tokens, depths, ancestors, _) in trees[:2]:
+        for number, (lengths, (tokens, depths, ancestors, _)) in enumerate(trees[:3]):
             t = lengths[row] - 1
             assert int(tokens[row, 0]) == full[t + 1]
-            wanted = slow_tree(drafter, embedding, rows, full, aux[0], t, 3, 3, 9)
-            paths = [tuple(tokens[row, ancestors[row, node]].tolist()[1:]) for node in range(9)]
+            wanted, beams = slow_tree(drafter, embedding, rows, full, aux[0], t, 4, 3, 12)
+            paths = [tuple(tokens[row, ancestors[row, node]].tolist()[1:]) for node in range(12)]
             assert sorted(paths[1:]) == sorted(path for path, _ in wanted)
+            for step, rows_wanted in enumerate(beams):  # what a branch attends to are its ancestors
+                assert torch.allclose(logits[4 * number + step][row].double(), rows_wanted, atol=1e-4, rtol=1e-4)
             assert depths[row].tolist() == [len(path) for path in paths]
 
 
