@@ -186,8 +186,8 @@ class TargetModel:
         positions = lengths + depths
         masks = {"full_attention": seen}
         if window := self.target.text.get("sliding_window"):
-            place_positions = places.expand(len(tokens), -1).scatter(1, slots, positions)
-            masks["sliding_attention"] = seen & (positions[:, :, None] - place_positions[:, None] < window)
+            # of the tree's own slots the position is at most the place, which changes nothing as no window is shorter than a draft
+            masks["sliding_attention"] = seen & (positions[:, :, None] - places < window)
         # added to the scores, which eager attention and sdpa both do
         lowest = torch.finfo(self.dtype).min
         masks = {kind: torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, lowest)[:, None]
