@@ -145,9 +145,10 @@ def main():
     loaded = [load_drafter(folder) for folder in args.drafter]
     configs = [drafter.config for drafter, _ in loaded]
     layers = [captured_layers(config, target, folder) for config, folder in zip(configs, args.drafter, strict=True)]
-    warnings = check_drafters(args, target, tokenizer, configs)
+    facts = target.facts()
+    warnings = check_drafters(args, target, facts, tokenizer, configs)
     for own in layers if shards else ():
-        warnings += check_shards(shards, target, target.facts(), own, args.force)
+        warnings += check_shards(shards, target, facts, own, args.force)
     for warning in (warnings := list(dict.fromkeys(warnings))):
         say(f"warning: {warning}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -199,7 +200,7 @@ def main():
     return summary, code
 
 
-def check_drafters(args, target, tokenizer, configs):
+def check_drafters(args, target, facts, tokenizer, configs):
     """Refuse drafters of other sizes or of another target. Returns what was let pass, in sentences."""
     warnings = []
     for folder, config in zip(args.drafter, configs, strict=True):
@@ -210,7 +211,6 @@ def check_drafters(args, target, tokenizer, configs):
         if args.topk > config["draft_vocab_size"]:
             raise UserError(f"--topk {args.topk} is more than {folder} can draft, {config['draft_vocab_size']} tokens; give at most that")
         check_embedding(folder, target)
-    facts = target.facts()
     ours = {"tokenizer_sha256": tokenizer_sha256(target.folder),
             "chat_template_sha256": chat_template_sha256(tokenizer)}
     for folder, config in zip(args.drafter, configs, strict=True):

@@ -203,7 +203,7 @@ def decode(model, prompts, limit, eos_ids, drafter=(), steps=3, topk=1, draft_to
         prompt = torch.tensor([prompt_ids], device=model.device)
         cache.fill(own[0])
         aux, last = model.states(prompt, cache)
-        cache.copy(own[0], part, len(prompt_ids))
+        cache.filled(part, len(prompt_ids))
         roots.append(choose(model, last[0, -1:].expand(len(own), -1), sampling, generator))  # [B']
         if draft:
             next_ids = torch.cat([prompt[:, 1:].expand(len(own), -1), roots[-1][:, None]], 1)

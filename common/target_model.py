@@ -105,10 +105,11 @@ class SlotCache(Cache):
             self.rows, self.slots = torch.arange(len(lengths), device=device)[:, None], lengths + torch.arange(count, device=device)
         return lengths
 
-    def copy(self, row, part, length):
-        """The sequences `part`, a slice, have the same first `length` tokens as `row`."""
-        for layer in self.layers:
-            layer.keys[part], layer.values[part] = layer.keys[row].clone(), layer.values[row].clone()
+    def filled(self, part, length):
+        """Sequence part.start of the slice `part` was filled with `length` tokens; the others of it have the same."""
+        others = slice(part.start + 1, part.stop)
+        for layer in self.layers if part.stop > others.start else ():
+            layer.keys[others], layer.values[others] = layer.keys[part.start], layer.values[part.start]
         self.lengths[part] = [length] * (part.stop - part.start)
 
     def keep(self, path, counts):
