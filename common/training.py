@@ -1,154 +1,83 @@
-"""Training-time test: the drafter's hidden states at every depth, the loss on them, and the simulated accept length.
-
-Depth k of row t stands for the draft position t+k. Its input token is x[t+1+k], its h is the depth k-1 output of the same
-row, its rotary position is t+k. It attends to the depth-0 rows 0..t of its document and to its own row at depths 1..k. It
-predicts x[t+k+2], and its teacher is the target's distribution at row t+k+1. So depth k equals step-by-step drafting when
-the drafted tokens are the data's tokens.
-
-A batch is a dict of packed documents, without padding: input_ids int64 [N], loss_mask bool [N], aux_hidden_states [N, 3H],
-last_hidden_state [N, H], target_argmax int64 [N], bounds (a list: document i is rows bounds[i]..bounds[i+1]).
-"""
+"""The loss on the drafter's hidden states, fused with its lm_head, and the simulated accept length. For batches see common/ttt.py."""
 
 import torch
 from torch import nn
 
 from common.target import process_logits
+from common.ttt import make_batch, rms_norm, stretches, supervised_rows, ttt_hidden
 
 TINY = torch.finfo(torch.float32).tiny
 DRAFTED = ("input_ids", "loss_mask", "aux_hidden_states", "target_argmax")  # what draft_hits reads of a sample
-CHUNK_BYTES = 128 * 1024 * 1024  # of logits at a time: large enough for full-speed products, small beside the model
-
-
-def make_batch(samples, device="cpu"):
-    """Pack samples (dicts as Shards.sample returns them) into one batch on `device`."""
-    bounds = [0]
-    for sample in samples:
-        bounds.append(bounds[-1] + len(sample["input_ids"]))
-    batch = {name: torch.cat([sample[name] for sample in samples]).to(device, non_blocking=True) for name in samples[0]}
-    batch["input_ids"] = batch["input_ids"].long()
-    batch["target_argmax"] = batch["target_argmax"].long()
-    batch["loss_mask"] = batch["loss_mask"].bool()
-    batch["bounds"] = bounds
-    return batch
-
-
-def supervised_rows(loss_mask, bounds, depths):
-    """Which rows are needed, and at which depth their label is supervised.
-
-    loss_mask: bool [N]. Returns (rows int64 [R] ascending, supervised bool [depths, R]): supervised[k, i] says that the
-    label x[t+k+2] of row t = rows[i] exists in the same document and is supervised.
-    """
-    n, device = len(loss_mask), loss_mask.device
-    lengths = torch.tensor(bounds, device=device).diff()
-    end = torch.repeat_interleave(torch.tensor(bounds[1:], device=device), lengths)  # [N] where each row's document ends
-    label = torch.arange(n, device=device)[None] + torch.arange(2, depths + 2, device=device)[:, None]  # [K, N]
-    supervised = (label < end[None]) & loss_mask[label.clamp(max=max(n - 1, 0))] if n else label.bool()
-    rows = supervised.any(0).nonzero()[:, 0]
-    return rows, supervised[:, rows]
-
-
-def ttt_hidden(drafter, embedding, batch, rows, depths):
-    """The drafter's outputs before norm, [depths, R, H], for `rows` (int64 [R] ascending) of a batch.
-
-    embedding: the target's raw table [V, H]. Depth 0 makes keys and values for every row of the batch; everything else is
-    computed for `rows` only.
-    """
-    ids, bounds = batch["input_ids"], batch["bounds"]
-    n, device = len(ids), ids.device
-    dtype = drafter.norm.weight.dtype
-    starts = torch.tensor(bounds, device=device)
-    position = torch.arange(n, device=device) - torch.repeat_interleave(starts[:-1], starts.diff())  # [N] within its document
-    row_position = position[rows]
-    inside = torch.searchsorted(rows, starts).tolist()  # document i holds rows[inside[i]:inside[i+1]]
-    documents = list(zip(bounds[:-1], bounds[1:], inside[:-1], inside[1:], strict=True))
-
-    def embed(token_rows):  # the last row of the batch has no next token; what it gets instead no supervised row sees
-        return embedding[ids[token_rows.clamp(max=max(n - 1, 0))]].to(dtype)
-
-    states = drafter.fc(batch["aux_hidden_states"].to(dtype))  # [N, H]
-    fused = drafter.fuse(embed(torch.arange(1, n + 1, device=device)), states)  # [N, 2H]
-    keys, values = drafter.keys_values(fused, position)  # [N, kv, d]
-    hidden, fused = states[rows], fused[rows]  # [R, H], [R, 2H]
-    own, outputs = [], []
-    for depth in range(depths):
-        if depth:
-            fused = drafter.fuse(embed(rows + 1 + depth), hidden)
-            own.append(drafter.keys_values(fused, row_position + depth))
-        queries = drafter.queries(fused, row_position + depth)  # [R, heads, d]
-        attended = [  # also of documents without rows, so that every parameter is attached when there is nothing to learn from
-            _attend(queries[a:b], keys[first:last], values[first:last], [(k[a:b], v[a:b]) for k, v in own], row_position[a:b])
-            for first, last, a, b in documents
-        ]
-        hidden = drafter.finish_layer(hidden, torch.cat(attended))
-        outputs.append(hidden)
-    return torch.stack(outputs)
-
-
-def _attend(q, keys, values, own, position):
-    """Attention of one document's rows to its depth-0 rows up to themselves and to their own earlier depths.
-
-    q: [R, heads, d]; keys, values: [T, kv, d]; own: list of ([R, kv, d], [R, kv, d]); position: int [R]. Returns [R, heads*d].
-    """
-    r, heads, width = q.shape
-    t, kv = keys.shape[:2]
-    group = heads // kv
-    q = q.view(r, kv, group, width).permute(1, 2, 0, 3) * width**-0.5  # [kv, g, R, d]
-    scores = torch.matmul(q.reshape(kv, group * r, width), keys.permute(1, 2, 0)).view(kv, group, r, t).float()
-    later = torch.arange(t, device=q.device)[None] > position[:, None]  # [R, T]
-    scores = scores.masked_fill(later, float("-inf"))
-    extra = [(q * k.transpose(0, 1)[:, None]).sum(-1, keepdim=True).float() for k, _ in own]  # [kv, g, R, 1] each
-    weights = torch.cat([scores, *extra], dim=-1).softmax(-1).to(values.dtype)
-    out = torch.matmul(weights[..., :t].reshape(kv, group * r, t), values.transpose(0, 1)).view(kv, group, r, width)
-    for number, (_, v) in enumerate(own):
-        out = out + weights[..., t + number : t + number + 1] * v.transpose(0, 1)[:, None]
-    return out.permute(2, 0, 1, 3).reshape(r, heads * width)
+CHUNK_BYTES = 256 * 1024 * 1024  # of logits' gradients at a time: few additions to the lm_head's gradient, small beside a model
+PIECE = 256  # rows of logits at a time: full-speed products, and what is done to them still finds them in the cache
+BLOCK = 4 * 1024 * 1024  # elements of the lm_head at a time for its gradient on a CPU, where blocks in the cache are several times as fast
 
 
 class Teacher:
-    """The target's distribution over the draft rows: its lm_head rows, and what it does to its logits."""
+    """The target's distribution over the draft rows: its lm_head rows, and what it does to its logits.
 
-    def __init__(self, lm_head, rows, logit_softcap, logit_scale, device, dtype):
-        self.row_of = torch.arange(len(lm_head))
+    With whole=True also the share of its probability that falls on the draft rows, which needs a product with all other rows.
+    """
+
+    def __init__(self, lm_head, rows, logit_softcap, logit_scale, device, dtype, whole=False):
+        self.row_of, self.rest = torch.arange(len(lm_head)), None
         if rows is not None:
             self.row_of = torch.full((len(lm_head),), -1).index_copy_(0, rows, torch.arange(len(rows)))
+            if whole:
+                self.rest = lm_head[self.row_of < 0].to(device, dtype)  # [V - D, H]
             lm_head = lm_head[rows]
         self.row_of = self.row_of.to(device)  # int64 [V]: draft row of a target id, -1 outside of the map
         self.weight = lm_head.to(device, dtype)  # [D, H]
         self.softcap, self.scale = logit_softcap, logit_scale
         self.buffers = {}
 
-    def probabilities(self, last):
-        """[N, D] in the dtype of the weights: softmax over the draft rows, for lm_head inputs [N, H]."""
-        logits = torch.mm(last.to(self.weight.dtype), self.weight.T, out=self.buffer("logits", len(last)))
+    def logits(self, last, weight, name):
+        logits = torch.mm(last.to(weight.dtype), weight.T, out=self.buffer(name, len(last), len(weight)))
         if self.softcap or self.scale != 1.0:
-            logits = process_logits(logits.float(), self.softcap, self.scale).to(self.weight.dtype)
-        return torch.softmax(logits, -1, out=self.buffer("teacher", len(last)))
+            logits = process_logits(logits.float(), self.softcap, self.scale).to(weight.dtype)
+        return logits
 
-    def buffer(self, name, rows):
+    def probabilities(self, last, likeliest):
+        """(p [N, D] in the dtype of the weights: softmax over the draft rows, float32 [N, 1] the draft rows' share of all
+        probability or None without `whole`) for lm_head inputs [N, H] and int64 [N] the draft row of the target's choice."""
+        logits = self.logits(last, self.weight, "logits")
+        p = torch.softmax(logits, -1, out=self.buffer("teacher", len(last)))
+        if self.rest is None:
+            return p, None
+        others = self.logits(last, self.rest, "rest").float().logsumexp(-1, keepdim=True)
+        return p, torch.sigmoid(log_total(logits, p, likeliest) - others)
+
+    def buffer(self, name, rows, columns=None):
         """An uninitialised [rows, D] of the weights' dtype, the same memory at every call: fresh pages cost as much as the products."""
         if name not in self.buffers or len(self.buffers[name]) < rows:
-            self.buffers[name] = self.weight.new_empty(rows, len(self.weight))
+            self.buffers[name] = self.weight.new_empty(rows, columns or len(self.weight))
         return self.buffers[name][:rows]
+
+
+def log_total(logits, softmax, columns):
+    """log sum exp(logits), float32 [N, 1], from the softmax at hand: logits[j] - log softmax[j] for any j, best a likely one."""
+    j = columns[:, None]
+    return logits.gather(1, j).float() - softmax.gather(1, j).float().clamp_min(TINY).log()
 
 
 class TrainStep(nn.Module):
     """The drafter with its loss as forward pass, so that DistributedDataParallel sees one call a micro-batch."""
 
-    def __init__(self, drafter, embedding, teacher, depths, decay):
+    def __init__(self, drafter, embedding, teacher, depths, decay, loss="kl"):
         super().__init__()
         self.drafter = drafter
         self.frozen = (embedding, teacher)  # in a tuple: neither parameters nor buffers of this module
-        self.depths = depths
+        self.depths, self.loss = depths, loss
         self.depth_weights = [decay**depth for depth in range(depths)]
 
     def forward(self, batch, scale):
         """scale: what the sum over rows is multiplied by (processes / supervised labels of the whole optimizer step).
 
-        Returns (loss, float32 [depths] unweighted sums of the cross entropies, int64 [depths] rows that count).
+        Returns (loss, float32 [depths] unweighted sums of the rows' losses, int64 [depths] rows that count).
         """
         embedding, teacher = self.frozen
         rows, supervised = supervised_rows(batch["loss_mask"], batch["bounds"], self.depths)
-        hidden = self.drafter.norm(ttt_hidden(self.drafter, embedding, batch, rows, self.depths))  # [K, R, H]
+        hidden = rms_norm(ttt_hidden(self.drafter, embedding, batch, rows, self.depths), self.drafter.norm)  # [K, R, H]
         likeliest = teacher.row_of[batch["target_argmax"]]  # [N] the draft row of the target's choice
         pairs = []  # per depth: which of `rows` count, and the teacher row of each
         for depth in range(self.depths):
@@ -157,23 +86,36 @@ class TrainStep(nn.Module):
             kept = kept[likeliest[teacher_rows[kept]] >= 0]
             pairs.append((kept, teacher_rows[kept]))
         weights = [weight * scale for weight in self.depth_weights]
-        loss, sums = HeadLoss.apply(hidden, self.drafter.lm_head.weight, batch["last_hidden_state"], likeliest, teacher, pairs, weights)
+        head = self.drafter.lm_head.weight
+        head = head if torch.is_grad_enabled() else head.detach()  # else its gradient would be computed all the same
+        loss, sums = HeadLoss.apply(hidden, head, batch["last_hidden_state"], likeliest, teacher, pairs, weights,
+                                    self.loss)
         return loss, sums, torch.tensor([len(kept) for kept, _ in pairs])
 
 
 class HeadLoss(torch.autograd.Function):
-    """lm_head and cross entropy against the teacher, with their gradients, in chunks of teacher rows.
+    """lm_head and loss against the teacher, with their gradients, in chunks of teacher rows.
 
     No [rows, vocabulary] tensor outlives its chunk, the teacher of a row is computed once for all depths, and the backward
-    pass recomputes nothing: CE has the gradient softmax(logits) - p, which is at hand in the forward pass.
+    pass recomputes nothing: the gradient by the logits is at hand in the forward pass.
+
+    With p the teacher on the draft rows, q the drafter and a = sum min(p', q) the expected acceptance (p' = p times the draft
+    rows' share of the target's probability), the loss of a row is
+
+        kl         CE(p, q)
+        lk         w CE(p, q) + (1 - w) (1 - a), w = exp(-3 a) taken as a constant
+        lk-log     -log a
+
+    lk and lk-log are those of arXiv 2602.23881, but for w, which is the row's own and not the batch's: so a row's gradient does not
+    depend on what it is packed with.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, last, likeliest, teacher, pairs, depth_weights):
+    def forward(ctx, hidden, weight, last, likeliest, teacher, pairs, depth_weights, kind):
         """hidden [K, R, H], weight [D, H], last [N, H], likeliest int64 [N] draft rows of the target's choices;
         pairs: K of (int64 [n] into R, int64 [n] teacher rows, ascending).
 
-        Returns (the weighted sum of the cross entropies, float32 [K] their unweighted sums).
+        Returns (the weighted sum of the rows' losses, float32 [K] their unweighted sums).
         """
         dtype = teacher.weight.dtype
         weight_cast = weight.to(dtype)
@@ -182,34 +124,42 @@ class HeadLoss(torch.autograd.Function):
         sums = torch.zeros(len(pairs), device=hidden.device)
         teacher_rows = torch.unique(torch.cat([rows for _, rows in pairs]))
         chunk = max(1, CHUNK_BYTES // (dtype.itemsize * len(weight) * len(pairs)))
+        columns = len(weight) if weight.is_cuda else max(256, BLOCK // weight.shape[1])
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in teacher_rows.split(chunk) if len(teacher_rows) else ():
-                p = teacher.probabilities(last[rows])  # [c, D]
+                p, share = teacher.probabilities(last[rows], likeliest[rows])  # [c, D], [c, 1] or None
                 mean_row = p @ weight_cast  # [c, H], so that p . logits is a product of width H
                 inside = [((r >= rows[0]) & (r <= rows[-1])).nonzero()[:, 0] for _, r in pairs]
-                bounds = [0]
-                for i in inside:
-                    bounds.append(bounds[-1] + len(i))
-                h = torch.cat([hidden[k][pairs[k][0][i]] for k, i in enumerate(inside)]).to(dtype)  # [m, H], depth after depth
-                logits = torch.mm(h, weight_cast.T, out=teacher.buffer("logits", len(h)))  # [m, D]
-                q = torch.softmax(logits, -1, out=teacher.buffer("drafter", len(h)))  # [m, D]
-                for k, i in enumerate(inside):
-                    part = slice(bounds[k], bounds[k + 1])
-                    own = slice(None) if len(i) == len(rows) else torch.searchsorted(rows, pairs[k][1][i])
-                    # CE = log sum exp(logits) - p . logits, and log sum exp(logits) = logits[j] - log q[j] for any j
-                    j = likeliest[rows[own], None]
-                    log_total = logits[part].gather(1, j).float() - q[part].gather(1, j).float().clamp_min(TINY).log()
-                    sums[k] += log_total.sum() - (mean_row[own].float() * h[part].float()).sum()
-                    q[part].sub_(p[own])  # the gradient of CE by the logits
+                h = torch.cat([hidden[k].index_select(0, pairs[k][0][i]) for k, i in enumerate(inside)]).to(dtype)  # [m, H]
+                grad = teacher.buffer("drafter", len(h))  # [m, D]: the drafter's distribution, then the gradient by its logits
+                first = 0
+                for k, i in [(k, piece) for k, kept in enumerate(inside) for piece in kept.split(PIECE) if len(piece)]:
+                    part = slice(first, first + len(i))
+                    first += len(i)
+                    own = torch.searchsorted(rows, pairs[k][1][i])  # [n] into the chunk's teacher rows
+                    logits = torch.mm(h[part], weight_cast.T, out=teacher.buffer("logits", len(i)))  # [n, D]
+                    q = torch.softmax(logits, -1, out=grad[part])
+                    losses = (log_total(logits, q, likeliest[rows[own]])
+                              - (mean_row[own].float() * h[part].float()).sum(-1, keepdim=True))  # [n, 1]: the cross entropies
+                    if kind == "kl":
+                        for a, b in stretches(own.tolist()):  # views of p, not a copy
+                            q[a:b].sub_(p[own[a] : own[a] + b - a])
+                    else:
+                        losses = _acceptance_loss(kind, p[own], None if share is None else share[own], q, losses, logits)
+                    sums[k] += losses.sum()
                     h[part] *= depth_weights[k]
                 if grad_hidden is None:
                     continue
+                grad_h = grad @ weight_cast  # [m, H]
                 if ctx.needs_input_grad[1]:
-                    part = (q.T @ h).float()
-                    grad_weight = part if grad_weight is None else grad_weight.add_(part)
-                grad_h = q @ weight_cast
-                for k, i in enumerate(inside):
-                    grad_hidden[k].index_copy_(0, pairs[k][0][i], (grad_h[bounds[k] : bounds[k + 1]] * depth_weights[k]).to(hidden.dtype))
+                    first_chunk = grad_weight is None
+                    grad_weight = torch.empty_like(weight) if first_chunk else grad_weight
+                    for column in range(0, len(weight), columns):  # blocks of the weight that stay in the cache
+                        part = grad[:, column : column + columns].T @ h
+                        block = grad_weight[column : column + columns]
+                        block.copy_(part) if first_chunk else block.add_(part)
+                for k, (i, part) in enumerate(zip(inside, grad_h.split([len(i) for i in inside]), strict=True)):
+                    grad_hidden[k].index_copy_(0, pairs[k][0][i], (part * depth_weights[k]).to(hidden.dtype))
         if grad_weight is None and ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
         ctx.grads = grad_hidden, grad_weight
@@ -219,7 +169,27 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _):
         grad_hidden, grad_weight = ctx.grads
-        return grad_hidden * grad_loss, None if grad_weight is None else grad_weight.mul_(grad_loss), None, None, None, None, None
+        if grad_loss.is_cuda or grad_loss != 1:  # a pass over the weight saved, where asking does not stall
+            grad_hidden = grad_hidden * grad_loss
+            grad_weight = None if grad_weight is None else grad_weight.mul_(grad_loss)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _acceptance_loss(kind, p, share, q, cross_entropy, scratch):
+    """The rows' lk or lk-log, float32 [n, 1]; q [n, D] becomes their gradient by the logits. scratch: [n, D] to overwrite.
+
+    The gradient of a by logit j is q_j ([q_j < p'_j] - s), s = sum of q_i [q_i < p'_i].
+    """
+    whole = p if share is None else p * share.to(p.dtype)
+    accepted = torch.minimum(q, whole, out=scratch).sum(-1, dtype=torch.float32, keepdim=True).clamp_min(TINY)  # [n, 1]
+    below = torch.where(q < whole, q, 0)
+    share_below = below.sum(-1, dtype=torch.float32, keepdim=True)
+    if kind == "lk-log":
+        q.mul_((share_below / accepted).to(q.dtype)).sub_(below.mul_((1 / accepted).to(q.dtype)))
+        return -accepted.log()
+    mix = (-3.0 * accepted).exp()  # [n, 1]
+    q.mul_((mix + (1 - mix) * share_below).to(q.dtype)).sub_(below.mul_((1 - mix).to(q.dtype))).addcmul_(p, mix.to(q.dtype), value=-1)
+    return mix * cross_entropy + (1 - mix) * (1 - accepted)
 
 
 @torch.no_grad()
@@ -230,7 +200,7 @@ def draft_hits(drafter, embedding, batch, map_rows, depths):
     the draft vocabulary is a miss. map_rows: int64 [D] target ids or None.
     """
     rows, supervised = supervised_rows(batch["loss_mask"], batch["bounds"], depths)
-    hidden = drafter.norm(ttt_hidden(drafter, embedding, batch, rows, depths))  # [K, R, H]
+    hidden = rms_norm(ttt_hidden(drafter, embedding, batch, rows, depths), drafter.norm)  # [K, R, H]
     weight = drafter.lm_head.weight.to(hidden.dtype)
     chunk = max(1, CHUNK_BYTES // (4 * len(weight)))
     hits = torch.zeros_like(supervised)
