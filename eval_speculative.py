@@ -17,16 +17,18 @@ from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.cli import Parser, Progress, UserError, in_range, positive_int, run, say
+from common.conversations import count_text
 from common.decode import decode, head_seconds, transformers_generate
 from common.drafter import check_embedding, load_drafter
 from common.figures import figure_class, figures, plot, simulated_figures, table
 from common.files import replace_file
-from common.generate import stop_ids
-from common.prompts import read_prompts, reasons, waves
+from common.prompts import read_prompts, waves
 from common.rendering import Renderer
+from common.sampling import stop_ids
 from common.sampling_check import check_sampling
 from common.serve import answer, serve_commands, server_settings, start_server
 from common.shards import Shards, check_shards, open_shards_target
@@ -153,9 +155,9 @@ def main():
         say(f"warning: {warning}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {
-        "backend": args.backend, "steps": args.steps, "topk": args.topk, "draft_tokens": args.draft_tokens, "temperature": args.temperature,
-        "top_p": args.top_p, "top_k": args.top_k, "seed": args.seed, "dtype": args.dtype, "max_new_tokens": args.max_new_tokens,
-        "concurrency": args.concurrency, "template_kwargs": common_template_kwargs(configs, args.drafter),
+        **{key: getattr(args, key) for key in ("backend", "steps", "topk", "draft_tokens", "temperature", "top_p", "top_k", "seed", "dtype",
+                                               "max_new_tokens", "concurrency")},
+        "template_kwargs": common_template_kwargs(configs, args.drafter),
         "eos_ids": stop_ids(target, tokenizer), "versions": {name: version(name) for name in ("torch", "transformers")},
         "threads": torch.get_num_threads(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
     }
@@ -165,24 +167,24 @@ def main():
                "prompts": 0, "skipped": {}, "warnings": warnings}
     if shards:
         dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
-        for entry, own in zip(summary["drafters"], place(loaded, target, device, dtype), strict=True):
+        for entry, own in zip(summary["drafters"], place(loaded, layers, target, device, dtype), strict=True):
             entry.update(simulate_accept_length(shards, own, args))
     code = 0
     if args.prompts:
         model = None
         if args.backend == "local":
-            # every layer that some drafter reads is captured; `layers` is set to one drafter's own before its turn
+            # every layer that some drafter reads is captured
             model = TargetModel(target, sorted(set().union(*layers)), args.dtype, trust_remote_code=args.trust_remote_code)
-            model.check_logits(torch.arange(min(64, target.vocab_size), device=model.device)[None])
+            model.check_logits()
             settings["dtype"] = str(model.dtype).removeprefix("torch.")
-            drafters = place(loaded, target, model.device, model.dtype)
-            sessions = [nullcontext((None, local_decoders(args, model, drafters, layers, settings)))]
+            drafters = place(loaded, layers, target, model.device, model.dtype)
+            sessions = [nullcontext((None, local_decoders(args, model, drafters, settings)))]
         else:
             sessions = server_sessions(args, target, configs, summary)
         runs = decode_all(args, target, tokenizer, settings, sessions, summary)
         code = fill(summary, runs, model, loaded, args)
         if args.check_sampling:
-            code = max(code, check_samplings(args, model, drafters, layers, runs, summary))
+            code = max(code, check_samplings(args, model, drafters, runs, summary))
         if args.out:
             write_answers(args.out, [entry["drafter"] for entry in summary["drafters"]], runs)
     for line in table(summary):
@@ -203,6 +205,7 @@ def main():
 def check_drafters(args, target, facts, tokenizer, configs):
     """Refuse drafters of other sizes or of another target. Returns what was let pass, in sentences."""
     warnings = []
+    ours = {"tokenizer_sha256": tokenizer_sha256(target.folder), "chat_template_sha256": chat_template_sha256(tokenizer)}
     for folder, config in zip(args.drafter, configs, strict=True):
         for key, wanted in (("target_hidden_size", target.hidden_size), ("hidden_size", target.hidden_size),
                             ("vocab_size", target.vocab_size)):
@@ -211,9 +214,6 @@ def check_drafters(args, target, facts, tokenizer, configs):
         if args.topk > config["draft_vocab_size"]:
             raise UserError(f"--topk {args.topk} is more than {folder} can draft, {config['draft_vocab_size']} tokens; give at most that")
         check_embedding(folder, target)
-    ours = {"tokenizer_sha256": tokenizer_sha256(target.folder),
-            "chat_template_sha256": chat_template_sha256(tokenizer)}
-    for folder, config in zip(args.drafter, configs, strict=True):
         trained = config.get("training") or {}
         if not trained.get("target"):
             warnings.append(f"{folder} does not say which target it was trained for; only the sizes were compared")
@@ -259,10 +259,11 @@ def warn(summary, warning):
     say(f"warning: {warning}")
 
 
-def place(loaded, target, device, dtype):
-    """[(Drafter, embedding [V, H], rows int64 [D] or None)] as decode takes them, from what load_drafter returned."""
+def place(loaded, layers, target, device, dtype):
+    """[(Drafter, embedding [V, H], rows int64 [D] or None, layers)] as decode takes them, from what load_drafter returned."""
     embedding = target.embedding().to(device, dtype)
-    return [(drafter.to(device, dtype), embedding, None if rows is None else rows.to(device)) for drafter, rows in loaded]
+    return [(drafter.to(device, dtype), embedding, None if rows is None else rows.to(device), own)
+            for (drafter, rows), own in zip(loaded, layers, strict=True)]
 
 
 def simulate_accept_length(shards, drafter, args):
@@ -272,32 +273,34 @@ def simulate_accept_length(shards, drafter, args):
         raise UserError(f"{args.shards} holds no held-out samples; extract with --heldout, or give shards that have some")
     progress = Progress(len(samples), "samples", "simulating")
     with torch.inference_mode():
-        counts = simulated(*drafter, shards, samples, args.steps, progress)
+        counts = simulated(*drafter[:3], shards, samples, args.steps, progress)
     progress.close()
     return {**simulated_figures(counts), "simulated_samples": len(samples)}
 
 
-def local_decoders(args, model, drafters, layers, settings):
+def local_decoders(args, model, drafters, settings):
     """{number: function(prompts, limit, concurrency) to a Group}, all through the same target."""
-    eos_ids, sampling = set(settings["eos_ids"]), {key: settings[key] for key in ("temperature", "top_p", "top_k")}
-    generator = torch.Generator(model.device).manual_seed(args.seed)
+    eos_ids, numbers = set(settings["eos_ids"]), seeded(args.seed)
 
-    def decoder(drafter, own):
-        def call(prompts, limit, concurrency):
-            model.layers = own
-            return decode(model, prompts, limit, eos_ids, drafter, args.steps, args.topk, args.draft_tokens, sampling, generator)
-        return call
+    def decoder(drafter):
+        return lambda prompts, limit, concurrency: decode(model, prompts, limit, eos_ids, drafter, args.steps, args.topk,
+                                                          args.draft_tokens, settings, numbers)
 
-    decoders = {PLAIN: decoder((), ())}
-    decoders |= {number: decoder(*own) for number, own in enumerate(zip(drafters, layers, strict=True), start=1)}
+    decoders = {number: decoder(drafter) for number, drafter in enumerate([(), *drafters])}  # PLAIN is the first
     decoders[TRANSFORMERS] = lambda prompts, limit, concurrency: transformers_generate(model, prompts[0], limit, eos_ids)
     return decoders
+
+
+def seeded(seed):
+    """The random numbers of an evaluation, as decode takes them: one after the other, whichever answer they are for."""
+    generator = np.random.default_rng(seed % 2**64)
+    return lambda prompt, first, count: generator.random(count)
 
 
 def server_sessions(args, target, configs, summary):
     """Contexts, one a server, plain decoding first. Each yields (positions that a request may take, decoders as local_decoders')."""
     settings = summary["settings"]
-    eos_ids, sampling = set(settings["eos_ids"]), {key: settings[key] for key in ("temperature", "top_p", "top_k")}
+    eos_ids = set(settings["eos_ids"])
     shape = {"steps": args.steps, "topk": args.topk, "draft_tokens": args.draft_tokens}
     logs = None if args.server_url else Path(tempfile.mkdtemp(prefix="sglang-"))
 
@@ -312,7 +315,7 @@ def server_sessions(args, target, configs, summary):
             check_server(found, address, number)
             steps = args.steps if number else None
             yield found["room"], {number: lambda prompts, limit, concurrency: answer(
-                address, prompts, limit, eos_ids, concurrency, sampling, steps)}
+                address, prompts, limit, eos_ids, concurrency, settings, steps)}
 
     def check_server(found, address, number):
         wrong = [f"{key.replace('_', '-')} {found[key]} for {value}" for key, value in shape.items() if found[key] != value]
@@ -349,8 +352,7 @@ def decode_all(args, target, tokenizer, settings, sessions, summary):
         warnings.append(f"--concurrency {most} is more than there are prompts: at most {len(conversations)} were decoded at once")
     for warning in warnings:
         warn(summary, warning)
-    eos_ids = set(settings["eos_ids"])
-    renderer = Renderer(tokenizer, settings["template_kwargs"], eos_ids)
+    renderer = Renderer(tokenizer, settings["template_kwargs"], settings["eos_ids"])
     positions = target.text["max_position_embeddings"] - args.draft_tokens
     # a server is given all prompts of a category and turn, and has so many of them in work; here a batch is so many
     runs = {number: waves(conversations, number if args.backend == "local" else len(conversations)) for number in args.concurrency}
@@ -378,12 +380,12 @@ def decode_all(args, target, tokenizer, settings, sessions, summary):
                         wave.groups[number] = decoders[number](prompts, args.max_new_tokens, concurrency)
                         progress.update(len(prompts) * (number != TRANSFORMERS))
                     if len(wave.groups) == len(numbers):
-                        wave.answered(wave.groups[max(PLAIN, min(numbers))], tokenizer, eos_ids)
+                        wave.answered(wave.groups[max(PLAIN, min(numbers))], renderer)
     progress.close()
     runs = {concurrency: [wave for wave in run_waves if wave.prompts] for concurrency, run_waves in runs.items()}
     summary["skipped"], summary["prompts"] = dict(skipped), sum(len(wave.prompts) for wave in runs[args.concurrency[0]])
     if not summary["prompts"]:
-        raise UserError(f"{args.prompts} holds no prompt that can be used ({reasons(skipped)})")
+        raise UserError(f"{args.prompts} holds no prompt that can be used ({count_text(skipped)})")
     return runs
 
 
@@ -416,14 +418,13 @@ def fill(summary, runs, model, loaded, args):
     return int(summary["settings"]["dtype"] == "float32" and any(entry["differences"] for entry in entries))
 
 
-def check_samplings(args, model, drafters, layers, runs, summary):
+def check_samplings(args, model, drafters, runs, summary):
     """Put a chi-square check into every drafter's entry. Returns 1 if one fails."""
     _, prompt_ids = runs[args.concurrency[0]][0].prompts[0]
-    generator, code = torch.Generator(model.device).manual_seed(args.seed), 0
-    sampling = {key: summary["settings"][key] for key in ("temperature", "top_p", "top_k")}
-    for number, (drafter, own) in enumerate(zip(drafters, layers, strict=True)):
-        found = check_sampling(model, prompt_ids, args.check_sampling, sampling, drafter, own, args.steps, args.topk, args.draft_tokens,
-                               generator)
+    numbers, code = seeded(args.seed), 0
+    for number, drafter in enumerate(drafters):
+        found = check_sampling(model, prompt_ids, args.check_sampling, summary["settings"], drafter, args.steps, args.topk,
+                               args.draft_tokens, numbers)
         failed = found["p_value"] is not None and found["p_value"] < LEAST_CHANCE
         code |= failed
         verdict = "too few draws to tell" if found["p_value"] is None else (

@@ -18,13 +18,15 @@ from platform import python_version
 
 import torch
 
-from common.cli import Parser, Progress, UserError, human_bytes, positive_int, run, say
-from common.conversations import Skip, held_out, parse_row, read_rows
+from common.cli import Parser, Progress, UserError, human_bytes, in_range, positive_int, run, say
+from common.conversations import Skip, count_text, held_out, parse_row, read_rows
+from common.decode import decode
 from common.files import check_output_folder, sha256_file, write_json
-from common.generate import generate, sampling_settings, stop_ids
 from common.rendering import Renderer, chat_ids
+from common.sampling import random_numbers, sampling_settings, stop_ids
 from common.shards import FORMAT, MANIFEST, read_manifest, write_shard
 from common.target import chat_template_sha256, load_tokenizer, open_target, parse_layers, tokenizer_sha256
+from common.target_model import TargetModel
 
 STORED = ["aux_hidden_states", "last_hidden_state", "target_argmax"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,7 +48,7 @@ def parse_args():
     add("--layers", default="auto", help="three HF hidden_states indices like 2,15,27; default auto, [2, n/2, n-3], as the engines "
         "capture by themselves")
     add("--store", choices=list(DTYPES), default="bf16", help="dtype on disk; default bf16, which never overflows")
-    add("--heldout", type=float, default=0.05, metavar="SHARE",
+    add("--heldout", type=in_range(0, 1, low_too=True), default=0.05, metavar="SHARE",
         help="share of conversations set aside for measuring, by a hash of their content; default 0.05: enough to measure, little lost. "
              "1 makes shards to evaluate on")
     add("--template-kwargs", type=json_object, default={}, metavar="JSON",
@@ -71,10 +73,7 @@ def parse_args():
     add("--trust-remote-code", action="store_true", help="run code that comes with the target")
     add("--revision", metavar="NAME", help="of a hub id; default its main one")
     add("--force", action="store_true", help="go on although target, tokenizer or template changed since these shards were begun")
-    args = parser.parse_args()
-    if not 0 <= args.heldout <= 1:
-        parser.error(f"--heldout {args.heldout} is not in 0..1")
-    return args
+    return parser.parse_args()
 
 
 def json_object(text):
@@ -122,7 +121,7 @@ def main():
     blocks = -(-lines // block_lines)
     at_most = "at most " if args.regenerate else ""
     say(f"{len(conversations)} of {len(rows)} rows, {at_most}{tokens} tokens, {row_bytes} bytes per token, "
-        f"{at_most}{human_bytes(tokens * row_bytes)} in {blocks} shards; skipped: {count_text(reasons)}")
+        f"{at_most}{human_bytes(tokens * row_bytes)} in {blocks} shards; skipped: {count_text(reasons) or 'none'}")
     for what, turns in notes.items():
         say(f"{turns} {what}")
     if args.dry_run:
@@ -234,11 +233,8 @@ def first_question(conversation):
 
 def extract(manifest, missing, conversations, skipped_rows, renderer, target, layers, args):
     """Compute the missing blocks and write them, the manifest after each."""
-    from common.target_model import TargetModel
-
     model = TargetModel(target, layers, args.dtype, trust_remote_code=args.trust_remote_code)
-    probe = conversations[0].get("input_ids") or renderer.prompt_ids(first_question(conversations[0]), conversations[0]["tools"])
-    model.check_logits(torch.tensor([probe[:512]], device=model.device))
+    model.check_logits()
     args.out.mkdir(parents=True, exist_ok=True)
     for stray in args.out.glob(".*.tmp-*"):
         stray.unlink()
@@ -280,42 +276,35 @@ def sample_of(conversation, ids, mask, turn=0):
 
 def write_answers(model, renderer, conversations, sampling, max_length, args, budget, skipped, progress):
     """Samples of the answers that the target writes: turn by turn, each in the context of its own earlier answers."""
-    samples = []
-    states = [(conversation, [], iter(conversation["messages"])) for conversation in conversations]
-    written, start = 0, time.monotonic()
+    samples, written, start = [], 0, time.monotonic()
 
     def finished(ids):
         nonlocal written
         written += len(ids)
         progress.update(1, f"{written / (time.monotonic() - start):.0f} tokens/s")
 
-    while states:
+    while conversations := [c for c in conversations if None in c["messages"]]:
         jobs = []
-        for conversation, context, rest in states:
-            for message in rest:
-                if message is None:
-                    break
-                context.append(message)
-            else:
-                continue
-            turn = sum(message["role"] == "assistant" for message in context)
+        for conversation in conversations:
+            told = first_question(conversation)
             try:
-                prompt = renderer.prompt_ids(context, conversation["tools"])
+                prompt = renderer.prompt_ids(told, conversation["tools"])
+                if len(prompt) >= max_length:
+                    raise Skip("prompt too long")
             except Skip as skip:
                 skipped[skip.reason] += 1
+                conversation["messages"].clear()
                 continue
-            if len(prompt) >= max_length:
-                skipped["prompt too long"] += 1
-                continue
-            jobs.append((conversation, context, rest, turn, prompt))
-        limits = [min(sampling["max_new_tokens"], max_length - len(job[4])) for job in jobs]
-        names = [[job[0]["line"], job[3]] for job in jobs]
-        answers = generate(model, [job[4] for job in jobs], limits, names, sampling, args.generate_rows, budget, finished)
-        for (conversation, context, _, turn, prompt), answer in zip(jobs, answers, strict=True):
-            samples.append(sample_of(conversation, prompt + answer, [0] * len(prompt) + [1] * len(answer), turn))
-            words = answer[:-1] if answer[-1] in sampling["stop_ids"] else answer
-            context.append({"role": "assistant", "content": renderer.tokenizer.decode(words)})
-        states = [job[:3] for job in jobs]
+            jobs.append((conversation, sum(message["role"] == "assistant" for message in told), prompt))
+        prompts = [prompt for _, _, prompt in jobs]
+        limits = [min(sampling["max_new_tokens"], max_length - len(prompt)) for prompt in prompts]
+        drawn = [random_numbers(sampling["seed"], [conversation["line"], turn], limit)
+                 for (conversation, turn, _), limit in zip(jobs, limits, strict=True)]
+        group = decode(model, prompts, limits, set(sampling["stop_ids"]), sampling=sampling, most=args.generate_rows,
+                       numbers=lambda n, first, count: drawn[n][first : first + count], prefill_tokens=budget, report=finished)  # noqa: B023
+        for (conversation, turn, prompt), answer in zip(jobs, group.answers, strict=True):
+            samples.append(sample_of(conversation, prompt + answer.ids, [0] * len(prompt) + [1] * len(answer.ids), turn))
+            conversation["messages"][conversation["messages"].index(None)] = renderer.message(answer.ids)
     return samples
 
 
@@ -404,10 +393,6 @@ def save(manifest, out):
 def short(value):
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text[:100]
-
-
-def count_text(counter):
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(counter.items())) or "none"
 
 
 if __name__ == "__main__":

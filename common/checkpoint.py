@@ -5,14 +5,21 @@ A checkpoint is checkpoints/step-NNNNNN: the drafter as it is served, and in sta
 
 import fcntl
 import json
+import os
+import re
 import shutil
 from contextlib import suppress
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.cli import RANK, UserError, say
-from common.files import TEMPORARY, read_json, replace_file, replace_folder, write_json
+from common.files import read_json, replace_file, replace_folder, write_json
+
+FILES = ("config.json", "model.safetensors", "state/weights.safetensors", "state/optimizer.safetensors", "state/progress.json")
+STEP = re.compile(r"step-\d{6,}")
+TEMPORARY = re.compile(r"\.(run\.json|metrics\.jsonl|config\.json|model\.safetensors|step-\d+)\.tmp-\d+")  # of a run that was killed
 
 
 def check_run(out, settings, resume):
@@ -36,56 +43,81 @@ def lock_run(out):
     except BlockingIOError:
         raise UserError(f"--out {out} is being trained by another process; wait for it, or give another folder") from None
     for stray in [*out.iterdir(), *(out / "checkpoints").glob("*")]:
-        if TEMPORARY.match(stray.name):
+        if TEMPORARY.fullmatch(stray.name):
             shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
     return lock
 
 
 def checkpoints(out):
     """This run's checkpoints by step, oldest first, without any that somebody has taken files from."""
-    files = ("config.json", "model.safetensors", "state/weights.safetensors", "state/optimizer.safetensors", "state/progress.json")
-    return [folder for folder in sorted((out / "checkpoints").glob("step-[0-9]*")) if all((folder / file).exists() for file in files)]
+    return [folder for folder in _step_folders(out) if all((folder / file).exists() for file in FILES)]
 
 
-def save_checkpoint(out, export, drafter, optimizer, parameters, progress, keep):
-    """checkpoints/step-NNNNNN: the drafter as served, and in state/ the float32 weights, moments and counters. Whole or absent."""
+def _step_folders(out):
+    found = [folder for folder in (out / "checkpoints").glob("step-*") if STEP.fullmatch(folder.name)]
+    return sorted(found, key=_step)
+
+
+def _step(folder):
+    return int(folder.name.removeprefix("step-"))
+
+
+def gather(tensors, keep):
+    """The tensors of a dict on the CPU, whole where they are spread over the processes, each of which must call this; {} unless `keep`."""
+    whole = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if keep:
+            whole[name] = tensor.detach().cpu().contiguous()
+    return whole
+
+
+def save_checkpoint(out, export, weights, moments, progress, keep):
+    """checkpoints/step-NNNNNN: the drafter as served, and in state/ the float32 weights, moments and counters. Whole or absent.
+
+    Of older ones only the last `keep` stay; of the others this run's files are removed and anything else is left.
+    """
     def fill(folder):
-        export(folder)
+        export(folder, weights)
         state = folder / "state"
         state.mkdir()
-        moments = {}
-        for name, parameter in parameters.items():
-            for key, value in optimizer.state[parameter].items():
-                moments[f"{key}/{name}"] = value.detach().cpu().contiguous()
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
         replace_file(state / "weights.safetensors", lambda path: save_file(weights, path))
         replace_file(state / "optimizer.safetensors", lambda path: save_file(moments, path))
         write_json(state / "progress.json", progress)
 
     (out / "checkpoints").mkdir(exist_ok=True)
     folder = out / "checkpoints" / f"step-{progress['step']:06d}"
-    if not folder.exists():
-        replace_folder(folder, fill)
-    for old in checkpoints(out)[:-keep]:
-        shutil.rmtree(old)
+    if folder.exists():  # damaged, else the run would have gone on from it
+        os.rename(folder, folder.with_name(f"{folder.name}.damaged-{os.getpid()}"))
+    replace_folder(folder, fill)
+    folders = _step_folders(out)
+    for old in folders[: folders.index(checkpoints(out)[-keep:][0])]:
+        for file in FILES:
+            (old / file).unlink(missing_ok=True)
+        for place in (old / "state", old):
+            with suppress(OSError):  # it holds somebody's files, or is not there
+                place.rmdir()
 
 
-def load_checkpoint(out, drafter, optimizer, parameters, fresh):
-    """Weights, moments and counters of the last checkpoint that is whole; `fresh` without one. Lines logged after it are dropped."""
-    progress = fresh
+def load_checkpoint(out, drafter, fresh):
+    """Go on from the last checkpoint that is whole: its weights are loaded into `drafter`, lines logged after it are dropped.
+
+    Returns (counters, {parameter: {key: tensor}} of the optimizer), or (`fresh`, {}) without one.
+    """
+    progress, moments = fresh, {}
+    trainable = [name for name, parameter in drafter.named_parameters() if parameter.requires_grad]
     for folder in reversed(checkpoints(out)):
         try:
-            progress = read_json(folder / "state" / "progress.json")
-            weights, moments = (load_file(folder / "state" / f"{name}.safetensors") for name in ("weights", "optimizer"))
-            states = {name: {key: moments[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")} for name in parameters}
+            progress = {**fresh, **read_json(folder / "state" / "progress.json")}
+            weights, stored = (load_file(folder / "state" / f"{name}.safetensors") for name in ("weights", "optimizer"))
+            moments = {name: {key.split("/")[0]: stored[key] for key in stored if key.endswith(f"/{name}")} for name in trainable}
+            if not all(moments.values()):
+                raise KeyError("moments of a parameter are missing")
             drafter.load_state_dict(weights)
-        except (UserError, SafetensorError, KeyError, RuntimeError) as error:
+        except (UserError, OSError, SafetensorError, KeyError, RuntimeError) as error:
             say(f"{folder} is damaged ({str(error)[:100]}); the one before it is tried")
-            progress = fresh
+            progress, moments = fresh, {}
             continue
-        for name, parameter in parameters.items():
-            optimizer.state[parameter] = {key: value.to("cpu" if key == "step" and not parameter.is_cuda else parameter.device)
-                                          for key, value in states[name].items()}
         say(f"going on after step {progress['step']} of {folder}")
         break
     metrics = out / "metrics.jsonl"
@@ -93,7 +125,18 @@ def load_checkpoint(out, drafter, optimizer, parameters, fresh):
         kept = []
         for line in metrics.read_text(encoding="utf-8").split("\n"):
             with suppress(ValueError, KeyError, TypeError):  # a line that was cut off when the run was killed
-                if json.loads(line)["step"] <= progress["step"]:
+                if progress is not fresh and json.loads(line)["step"] <= progress["step"]:
                     kept.append(line + "\n")
         replace_file(metrics, lambda path: path.write_text("".join(kept), encoding="utf-8"))
-    return progress
+    return progress, moments
+
+
+def restore_moments(optimizers, parameters, moments):
+    """Give the optimizers the moments that load_checkpoint found, each process its part where parameters are spread over processes."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    for optimizer in optimizers if moments else ():
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            for key, value in moments[names[parameter]].items():
+                if value.dim() and isinstance(parameter, DTensor):
+                    value = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+                optimizer.state[parameter][key] = value.to("cpu" if key == "step" and not parameter.is_cuda else parameter.device)

@@ -96,13 +96,13 @@ def finite(value):
 class Progress:
     """A bar on stderr when that is a terminal, otherwise a plain line every `every` seconds."""
 
-    def __init__(self, total, unit, title, every=20.0):
+    def __init__(self, total, unit, title, every=20.0, done=0):
         self.title, self.unit, self.every = title, unit, every
         terminal = RANK == 0 and sys.stderr.isatty()
-        self.bar = tqdm(total=total, unit=unit, desc=title, file=sys.stderr, disable=not terminal, dynamic_ncols=True,
+        self.bar = tqdm(total=total, initial=done, unit=unit, desc=title, file=sys.stderr, disable=not terminal, dynamic_ncols=True,
                         unit_scale=True)
         self.plain = RANK == 0 and not terminal
-        self.total, self.done = total, 0
+        self.total, self.done, self.before = total, done, done
         self.start = self.spoke = time.monotonic()
 
     def update(self, amount, note=""):
@@ -114,40 +114,36 @@ class Progress:
         if not self.plain or now - self.spoke < self.every:
             return
         self.spoke = now
-        rate = self.done / max(now - self.start, 1e-9)
-        left = f", {max(self.total - self.done, 0) / max(rate, 1e-9):.0f} s left" if self.total else ""
+        rate = (self.done - self.before) / max(now - self.start, 1e-9)
+        left = f", {self.seconds_left():.0f} s left" if self.total else ""
         of = f"/{self.total}" if self.total else ""
         speed = f"{rate:.1f} {self.unit}/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.1f} s each"
         say(f"{self.title}: {self.done}{of} {self.unit}, {speed}{left}{', ' + note if note else ''}")
+
+    def seconds_left(self):
+        """Until `total`, at the speed since this object was made."""
+        return max(self.total - self.done, 0) * (time.monotonic() - self.start) / max(self.done - self.before, 1e-9)
 
     def close(self):
         self.bar.close()
 
 
-def positive_int(text):
-    """argparse type: an integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no integer of at least 1")
-    return value
-
-
-def in_range(low, high=math.inf, low_too=False):
+def in_range(low, high=math.inf, low_too=False, kind=float):
     """argparse type: a finite number above `low` (or at least `low`) and at most `high`."""
     def parse(text):
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not ((low <= value if low_too else low < value) and value <= high and value < math.inf):
-            wanted = f"{'at least' if low_too else 'above'} {low}" + ("" if high == math.inf else f" and at most {high}")
-            raise argparse.ArgumentTypeError(f"{text} is no number {wanted}")
+            wanted = f"{'of at least' if low_too else 'above'} {low}" + ("" if high == math.inf else f" and at most {high}")
+            raise argparse.ArgumentTypeError(f"{text} is no {'integer' if kind is int else 'number'} {wanted}")
         return value
 
     return parse
+
+
+positive_int = in_range(1, low_too=True, kind=int)
 
 
 def human_bytes(count):

@@ -21,6 +21,11 @@ class Skip(Exception):
         self.reason = reason
 
 
+def count_text(skipped):
+    """"3 empty, 1 no user", the reasons in order; "" where nothing was skipped."""
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+
+
 def read_rows(path, limit=None):
     """JSON lines of a file, or of stdin for "-": (list of (0-based line, row), number of lines, sha256 of what was read).
 

@@ -1,19 +1,19 @@
 """Decoding with the target in transformers: plainly, or with a drafter that proposes a chain or a tree of tokens a round.
 
 Both are the same loop through the same target code, so that the one is the baseline of the other: a plain round verifies the
-last token alone. Several prompts are decoded at once, each at its own pace.
+last token alone. Several prompts are decoded at once, each at its own pace; the target's answers for training are made so too.
 """
 
 import time
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from common.cli import UserError
-from common.generate import distribution
+from common.sampling import choose, distribution, pick
 from common.target_model import SlotCache
 
 
@@ -44,77 +44,57 @@ class Group:
 class Tree(NamedTuple):
     """What a round verifies: N tokens behind each of B sequences, the root first and parents before children.
 
-    depths int64 [B, N] below the root and ancestors bool [B, N, N] (a node's own included) are None for a chain. chances: of a
-    sampled chain the drafter's distributions [B, N - 1, V], else None.
+    ancestors: bool [B, N, N], a node itself included; None for a chain. chances: of a sampled chain the drafter's distributions
+    [B, N - 1, V], else None.
     """
 
     tokens: torch.Tensor  # int64 [B, N]
-    depths: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     chances: torch.Tensor | None = None
 
 
 class Draft:
-    """A drafter at work on B sequences, with its own KV cache.
+    """A drafter at work on the sequences of a SlotCache, whose layer `draft` is its own.
 
-    Of each sequence the cache keeps rows 0..length-1, made of the target's states; what drafting writes behind them is
+    Of each sequence that layer keeps rows 0..length-1, made of the target's states; what drafting writes behind them is
     overwritten by the next `extend`. Row t pairs target state t with token t+1, so the root of the next draft is token `length`.
     """
 
-    def __init__(self, drafter, embedding, rows, batch, capacity):
+    def __init__(self, cache, drafter, embedding, rows, layers=None):
         """embedding: the target's raw table [V, H] in the drafter's dtype; rows: target ids int64 [D] of a reduced draft
-        vocabulary, None for the full one."""
-        self.drafter, self.embedding, self.rows = drafter, embedding, rows
-        shape = (batch, drafter.kv_heads, capacity, drafter.head_dim)
-        self.keys, self.values = embedding.new_zeros(shape), embedding.new_zeros(shape)
-        self.lengths = [0] * batch
-        self.state = embedding.new_empty(batch, embedding.shape[1])  # [B, H]: h'' of each sequence's last row
+        vocabulary, None for the full one; layers: of the target, that the drafter reads, None for all that are captured."""
+        self.cache, self.drafter, self.embedding, self.rows, self.layers = cache, drafter, embedding, rows, layers
+        self.state = embedding.new_empty(cache.most, embedding.shape[1])  # [B, H]: h'' of each sequence's last row
 
-    def layer(self, part, hidden, ids, slots, positions, seen, end, last=None):
-        """The drafter's layer over T new rows of the sequences `part` (a slice of B' ones).
+    def layer(self, hidden, ids, seen, positions=None, last=None):
+        """The drafter's layer over T new rows of the B sequences that the cache was told of.
 
-        hidden [B', T, H], ids, slots and positions int64 [B', T]; seen: bool [B', queries, end], or None for all up to `end`.
-        Returns h'' [B', T, H], or [B', 1, H] of row `last` (int64 [B']) of each: the others then leave keys and values only,
-        as with one layer nothing else of them is ever read.
+        hidden [B, T, H], ids int64 [B, T]; seen: bool [B, queries, end], or None for all up to `end`; positions int64 [B, T],
+        None for those of the slots. Returns h'' [B, T, H], or [B, 1, H] of row `last` (int64 [B]) of each: the others then leave
+        keys and values only, as with one layer nothing else of them is ever read.
         """
-        drafter, (batch, _) = self.drafter, ids.shape
-        fused = drafter.fuse(F.embedding(ids, self.embedding), hidden)  # [B', T, 2H]
-        keys, values = drafter.keys_values(fused.flatten(0, 1), positions.flatten())
-        own = torch.arange(batch, device=ids.device)[:, None]
-        self.keys[part][own, :, slots] = keys.view(*ids.shape, *keys.shape[1:])
-        self.values[part][own, :, slots] = values.view(*ids.shape, *values.shape[1:])
+        drafter, batch = self.drafter, len(ids)
+        if positions is None:
+            positions = self.cache.slots
+        fused = drafter.fuse(F.embedding(ids, self.embedding), hidden)  # [B, T, 2H]
+        keys, values = (states.unflatten(0, (batch, -1)).transpose(1, 2)
+                        for states in drafter.keys_values(fused.flatten(0, 1), positions.flatten()))
+        keys, values = self.cache.draft.update(keys, values)  # [B, kv, end, d]
         if last is not None:
+            own = torch.arange(batch, device=ids.device)[:, None]
             hidden, fused, positions = (x[own, last[:, None]] for x in (hidden, fused, positions))
-        queries = drafter.queries(fused.flatten(0, 1), positions.flatten()).unflatten(0, (batch, -1)).transpose(1, 2)  # [B', heads, T, d]
-        attended = F.scaled_dot_product_attention(
-            queries, self.keys[part, :, :end], self.values[part, :, :end], None if seen is None else seen[:, None],
-            enable_gqa=drafter.heads != drafter.kv_heads)
+        queries = drafter.queries(fused.flatten(0, 1), positions.flatten()).unflatten(0, (batch, -1)).transpose(1, 2)  # [B, heads, T, d]
+        attended = F.scaled_dot_product_attention(queries, keys, values, None if seen is None else seen[:, None],
+                                                  enable_gqa=drafter.heads != drafter.kv_heads)
         return drafter.finish_layer(hidden.flatten(0, 1), attended.transpose(1, 2).flatten(0, 1).flatten(1)).unflatten(0, (batch, -1))
 
-    def prefill(self, part, aux, next_ids):
-        """Take in the prompts of the sequences `part`: target states [B', T, 3H] and the tokens that follow them, int64 [B', T]."""
-        count = next_ids.shape[1]
-        places = torch.arange(count, device=next_ids.device).expand_as(next_ids)
-        self.state[part] = self.layer(part, self.drafter.fc(aux), next_ids, places, places, None, count, places[:, -1])[:, 0]
-        if not self.state[part].isfinite().all():
-            raise UserError(f"the drafter's states of a prompt are not finite in {aux.dtype}; take another --dtype")
-        self.lengths[part] = [count] * len(next_ids)
-
-    def extend(self, aux, next_ids, counts):
-        """Take in verified rows: of target states [B, P, 3H] and the tokens that follow them, int64 [B, P], the first counts[b]."""
-        lengths = torch.tensor(self.lengths, device=next_ids.device)[:, None]
-        places = lengths + torch.arange(next_ids.shape[1], device=next_ids.device)
-        end, last = max(self.lengths) + next_ids.shape[1], torch.tensor(counts, device=next_ids.device) - 1
-        seen = None
+    def extend(self, part, aux, next_ids, counts):
+        """Take in rows of the sequences `part`, a slice, that the cache was told of: of target states [B, P, 3H] and the tokens
+        that follow them, int64 [B, P], the first counts[b], int64 [B]."""
+        seen, last = None, counts - 1
         if len(counts) > 1:
-            seen = (torch.arange(end, device=next_ids.device) <= lengths + last[:, None])[:, None]  # [B, 1, end]
-        self.state = self.layer(slice(None), self.drafter.fc(aux), next_ids, places, places, seen, end, last)[:, 0]
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-
-    def select(self, rows):
-        """Keep only the sequences `rows`, a list."""
-        self.keys, self.values, self.state = self.keys[rows], self.values[rows], self.state[rows]
-        self.lengths = [self.lengths[row] for row in rows]
+            seen = (torch.arange(self.cache.end, device=counts.device) <= self.cache.slots[:, :1] + last[:, None])[:, None]  # [B, 1, end]
+        self.state[part] = self.layer(self.drafter.fc(aux), next_ids, seen, last=last)[:, 0]
 
     def head(self, hidden):
         """Logits [..., D] of h'' [..., H], before norm."""
@@ -124,22 +104,20 @@ class Draft:
         """Target ids of rows of the draft head."""
         return chosen if self.rows is None else self.rows[chosen]
 
-    def chain(self, roots, steps, sampling, generator):
-        """A Tree without branches of `steps` drafts behind roots int64 [B]: the likeliest, or sampled ones."""
-        lengths = torch.tensor(self.lengths, device=roots.device)[:, None]
-        tokens, chances, hidden = [roots], [], self.state[:, None]  # [B, 1, H]
+    def chain(self, roots, steps, sampling, numbers):
+        """A Tree without branches of `steps` drafts behind roots int64 [B]: the likeliest, or drawn at `numbers` float64 [B, steps]."""
+        tokens, chances, hidden = [roots], [], self.state[: len(roots), None]  # [B, 1, H]
         for step in range(steps):
             if step:
-                places, end = lengths + step - 1, max(self.lengths) + step
-                seen = None if len(roots) == 1 else (torch.arange(end, device=roots.device) <= places)[:, None]
-                hidden = self.layer(slice(None), hidden, tokens[-1][:, None], places, places, seen, end)
+                self.cache.append(1, roots.device, step - 1)
+                seen = None if len(roots) == 1 else (torch.arange(self.cache.end, device=roots.device) <= self.cache.slots)[:, None]
+                hidden = self.layer(hidden, tokens[-1][:, None], seen)
             logits = self.head(hidden[:, 0])  # [B, D]
             if sampling["temperature"]:
                 found, order = distribution(logits.float(), sampling)
-                chosen = torch.multinomial(found, 1, generator=generator)
                 order = self.ids(torch.arange(logits.shape[1], device=roots.device).expand_as(logits) if order is None else order)
                 chances.append(found.new_zeros(len(roots), len(self.embedding)).scatter_(1, order, found))
-                tokens.append(order.gather(1, chosen)[:, 0])
+                tokens.append(pick(found, order, numbers[:, step]))
             else:
                 tokens.append(self.ids(logits.max(-1).indices))  # of bfloat16 max is faster than argmax
         return Tree(torch.stack(tokens, 1), chances=torch.stack(chances, 1) if chances else None)
@@ -149,31 +127,30 @@ class Draft:
         drafter's probabilities), the draft_tokens - 1 likeliest of all depths. Returns a Tree."""
         batch, device = len(roots), roots.device
         rows = torch.arange(batch, device=device)[:, None]
-        lengths = torch.tensor(self.lengths, device=device)[:, None]
-        beams, hidden, scores = roots[:, None], self.state[:, None], roots.new_ones(batch, 1, dtype=torch.float32)
+        lengths = torch.tensor(self.cache.lengths, device=device)[:, None]
+        beams, hidden, scores = roots[:, None], self.state[:batch, None], roots.new_ones(batch, 1, dtype=torch.float32)
         nodes = roots.new_zeros(batch, 1)  # [B, beams] number of each beam's node; 0 is the root
         lineage = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, beams, slots behind length]
-        tokens, parents, depths, found = [roots[:, None]], [nodes], [nodes], [scores + 1]
+        tokens, parents, found = [roots[:, None]], [nodes], [scores + 1]
         for step in range(steps):
             if step:
                 width = beams.shape[1]
                 lineage = torch.cat([lineage, torch.eye(width, dtype=torch.bool, device=device).expand(batch, -1, -1)], 2)
-                behind, end = torch.arange(lineage.shape[2], device=device), max(self.lengths) + lineage.shape[2]
-                seen = (torch.arange(end, device=device) < lengths)[:, None].repeat(1, width, 1)
-                seen.scatter_(2, (lengths + behind)[:, None].expand_as(lineage), lineage)
-                hidden = self.layer(slice(None), hidden, beams, lengths + behind[-width:], (lengths + step - 1).expand_as(beams), seen, end)
+                self.cache.append(width, device, lineage.shape[2] - width)
+                seen = (torch.arange(self.cache.end, device=device) < lengths)[:, None].repeat(1, width, 1)
+                seen.scatter_(2, (lengths + torch.arange(lineage.shape[2], device=device))[:, None].expand_as(lineage), lineage)
+                hidden = self.layer(hidden, beams, seen, (lengths + step - 1).expand_as(beams))
             chances, chosen = self.head(hidden).float().softmax(-1).nan_to_num().topk(topk)  # [B, beams, topk]
             first = sum(part.shape[1] for part in tokens)
             scores = (scores[:, :, None] * chances).flatten(1)
             new = self.ids(chosen).flatten(1)
             tokens.append(new)
             parents.append(nodes[:, :, None].expand_as(chances).flatten(1))
-            depths.append(torch.full_like(new, step + 1))
             found.append(scores)
             scores, best = scores.topk(topk)  # the beams of the next depth
             beams, nodes = new.gather(1, best), best + first
             hidden, lineage = hidden[rows, best // topk], lineage[rows, best // topk]
-        tokens, parents, depths, found = (torch.cat(part, 1) for part in (tokens, parents, depths, found))
+        tokens, parents, found = (torch.cat(part, 1) for part in (tokens, parents, found))
         # stable: of equal scores the earlier node, so that no node is taken without its parent; the root's score is above 1
         kept = found.sort(dim=1, descending=True, stable=True).indices[:, :draft_tokens].sort(1).values  # [B, N]
         places = torch.zeros_like(tokens).scatter_(1, kept, torch.arange(draft_tokens, device=device).expand_as(kept))
@@ -181,80 +158,121 @@ class Draft:
         ancestors = torch.eye(draft_tokens, dtype=torch.bool, device=device).expand(batch, -1, -1)
         for _ in range(steps):
             ancestors = ancestors | ancestors[rows, parents]
-        return Tree(tokens.gather(1, kept), depths.gather(1, kept), ancestors)
+        return Tree(tokens.gather(1, kept), ancestors)
 
 
 @torch.inference_mode()
-def decode(model, prompts, limit, eos_ids, drafter=(), steps=3, topk=1, draft_tokens=4, sampling=None, generator=None):
-    """The target's answers to `prompts` (lists of ids), each up to `limit` ids or an id of the set `eos_ids`. Returns a Group.
+def decode(model, prompts, limits, eos_ids, drafter=(), steps=3, topk=1, draft_tokens=4, sampling=None, numbers=None, most=None,
+           prefill_tokens=4096, report=lambda ids: None):
+    """The target's answers to `prompts` (lists of ids), each up to its limit or an id of the set `eos_ids`. Returns a Group.
 
-    drafter: (Drafter, embedding, rows) as Draft takes them, on the target's device; () decodes plainly. model.layers are the
-    drafter's. sampling: {temperature, top_p, top_k}, None is greedy. Equal prompts that stand together are read once.
+    limits: most ids of each answer, a list, or one number for all. drafter: (Drafter, embedding, rows, layers) as Draft takes them,
+    on the target's device; () decodes plainly. sampling: {temperature, top_p, top_k}, None is greedy.
+    numbers(n, first, count): uniform random numbers for prompt n, whose answer has `first` ids. most: answers written at once,
+    default all. prefill_tokens: of one forward pass over prompts. report: called with the ids of each answer that has ended.
+
+    An answer that has ended idles while prompts wait, until a quarter of the batch has; then the next prompts take their places.
     """
     sampling = sampling or {"temperature": 0}
+    limits = [limits] * len(prompts) if isinstance(limits, int) else limits
     start = clock(model.device)
-    longest = max(map(len, prompts)) + limit
-    cache = SlotCache(model.target.num_layers, len(prompts), longest + draft_tokens)
-    draft = Draft(*drafter, len(prompts), longest + steps * topk) if drafter else None
-    roots = []
-    for prompt_ids, own in groupby(range(len(prompts)), key=lambda row: prompts[row]):
-        own = list(own)
-        part = slice(own[0], own[-1] + 1)
-        prompt = torch.tensor([prompt_ids], device=model.device)
-        cache.fill(own[0])
-        aux, last = model.states(prompt, cache)
-        cache.filled(part, len(prompt_ids))
-        roots.append(choose(model, last[0, -1:].expand(len(own), -1), sampling, generator))  # [B']
-        if draft:
-            next_ids = torch.cat([prompt[:, 1:].expand(len(own), -1), roots[-1][:, None]], 1)
-            draft.prefill(part, aux.expand(len(own), -1, -1), next_ids)
-    roots = torch.cat(roots)
-    group = Group([Answer([root]) for root in roots.tolist()])
-    rows = list(range(len(prompts)))  # the answers that sequences 0, 1, ... of the caches belong to
-    keep = [i for i, row in enumerate(rows) if not finished(group.answers[row].ids, limit, eos_ids)]
-    now = clock(model.device)
-    while keep:
-        if len(keep) < len(rows):
-            rows, roots = [rows[i] for i in keep], roots[keep]
-            for part in (cache, draft) if draft else (cache,):
-                part.select(keep)
+    waiting = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))  # longest taken first: what joins later is shorter
+    group = Group([Answer([]) for _ in prompts])
+    cache = SlotCache(model.target.num_layers, min(most or len(prompts), len(prompts)))
+    draft = Draft(cache, *drafter) if drafter else None
+    layers = draft.layers if draft else ()
+    roots = torch.zeros(cache.most, dtype=torch.int64, device=model.device)  # the newest token of each sequence
+    rows = []  # the prompts of sequences 0, 1, ... of the cache
+
+    def ended(n):
+        ids = group.answers[n].ids
+        return len(ids) >= limits[n] or not eos_ids.isdisjoint(ids[-1:])
+
+    def draw(some, count):
+        if sampling["temperature"]:
+            drawn = [np.zeros(count) if ended(n) else numbers(n, len(group.answers[n].ids), count) for n in some]
+            return torch.from_numpy(np.stack(drawn)).to(model.device)  # float64 [B, count]
+
+    while rows or waiting:
+        began = clock(model.device)
+        gone = [i for i, n in enumerate(rows) if ended(n)]
+        if 4 * len(gone) >= len(rows) or gone and not waiting:
+            count = len(rows) - len(gone)
+            for i in gone:
+                report(group.answers[rows[i]].ids)
+            for old, new in zip([i for i in range(count, len(rows)) if i not in gone], gone, strict=False):
+                cache.move(old, new)
+                rows[new], roots[new] = rows[old], roots[old]
+                if draft:
+                    draft.state[new] = draft.state[old]
+            del rows[count:], cache.lengths[count:]
+            while waiting and len(rows) < cache.most:
+                fit = max(1, prefill_tokens // max(1, len(prompts[waiting[-1]])))
+                new = [waiting.pop() for _ in range(min(fit, cache.most - len(rows), len(waiting)))]
+                first = prefill(model, cache, draft, [prompts[n] for n in new], sampling, draw(new, 1))
+                roots[len(rows) : len(rows) + len(new)] = first
+                rows += new
+                for n, token in zip(new, first.tolist(), strict=True):
+                    group.answers[n].ids.append(token)
+            continue  # of those that joined some may have ended
+        newest = roots[: len(rows)]
         if draft is None:
-            tree = Tree(roots[:, None])
+            tree = Tree(newest[:, None])
         elif topk == 1:
-            tree = draft.chain(roots, steps, sampling, generator)
+            tree = draft.chain(newest, steps, sampling, draw(rows, steps))
         else:
-            tree = draft.tree(roots, steps, topk, draft_tokens)
+            tree = draft.tree(newest, steps, topk, draft_tokens)
         drafted_at = clock(model.device)
-        aux, last = model.judge_states(cache, tree.tokens, tree.depths, tree.ancestors)
-        accepted, path, written = judge(model, tree, last, sampling, generator)
+        aux, last = model.judge_states(cache, tree.tokens, layers, tree.ancestors)
+        accepted, path, written = judge(model, tree, last, sampling, draw(rows, tree.tokens.shape[1]))
         accepted, drafts, texts = accepted.tolist(), tree.tokens.tolist(), written.tolist()
         judged_at = clock(model.device)
 
-        keep, width = [], max(accepted) + 1
-        for i, row in enumerate(rows):
-            answer = group.answers[row]
-            kept = cut(texts[i][: accepted[i] + 1], limit - len(answer.ids), eos_ids)
+        counts = [0 if ended(n) else accepted[i] + 1 for i, n in enumerate(rows)]
+        for i, n in enumerate(rows):
+            if not counts[i]:
+                continue
+            answer = group.answers[n]
+            kept = cut(texts[i][: counts[i]], limits[n] - len(answer.ids), eos_ids)
             answer.ids += kept
             if draft:
                 answer.candidates.append(drafts[i])
                 answer.accepted.append(min(accepted[i], len(kept)))
-                answer.reached.append(min(accepted[i] + 1, steps) if len(kept) == accepted[i] + 1 else len(kept))
-            if not finished(answer.ids, limit, eos_ids):
-                keep.append(i)
-        if keep:
-            counts = [count + 1 for count in accepted]
+                answer.reached.append(min(counts[i], steps) if len(kept) == counts[i] else len(kept))
+        if not all(map(ended, rows)):
+            width = max(counts)
             path = None if path is None else path[:, :width]  # [B, P]
-            cache.keep(path, counts)
-            roots = written[torch.arange(len(rows)), accepted]
+            roots[: len(rows)] = written[torch.arange(len(rows)), accepted]
             if draft:
                 aux = aux[:, :width] if path is None else aux.gather(1, path[:, :, None].expand(-1, -1, aux.shape[2]))
-                draft.extend(aux, written[:, :width], counts)
+                cache.append(width, model.device)
+                draft.extend(slice(len(rows)), aux, written[:, :width], torch.tensor(counts, device=model.device))
+            cache.keep(path, counts)
         group.verify_seconds.append(judged_at - drafted_at)
-        before, now = now, clock(model.device)
         if draft:
-            group.draft_seconds.append(drafted_at - before + now - judged_at)
-    group.seconds = now - start
+            group.draft_seconds.append(drafted_at - began + clock(model.device) - judged_at)
+    group.seconds = clock(model.device) - start
     return group
+
+
+def prefill(model, cache, draft, prompts, sampling, numbers):
+    """Read prompts as further sequences of the cache, equal ones once. Returns the tokens behind them, int64 [B']."""
+    read = list(dict.fromkeys(map(tuple, prompts)))
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in read], batch_first=True).to(model.device)  # [U, T]
+    copies = torch.tensor([read.index(tuple(prompt)) for prompt in prompts], device=model.device)  # [B'] rows of ids
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
+    part = slice(len(cache.lengths), len(cache.lengths) + len(prompts))
+    cache.fill(part, ids.shape[1], copies)
+    aux, last = model.states(ids, cache, draft.layers if draft else ())
+    roots = choose(model, last[copies, lengths - 1], sampling, numbers)
+    if draft:
+        next_ids = ids[copies].roll(-1, 1).scatter_(1, lengths[:, None] - 1, roots[:, None])
+        cache.fill(part, ids.shape[1], torch.arange(len(prompts), device=model.device))
+        draft.extend(part, aux[copies], next_ids, lengths)
+        if not draft.state[part].isfinite().all():
+            raise UserError(f"the drafter's states of a prompt are not finite in {aux.dtype}; take another --dtype")
+    cache.lengths += lengths.tolist()
+    return roots
 
 
 @torch.inference_mode()
@@ -270,18 +288,17 @@ def transformers_generate(model, prompt_ids, limit, eos_ids):
 @torch.inference_mode()
 def head_seconds(drafter, batch, repeats=30):
     """Median seconds that the drafter's head and its choice take for [batch, H] of a step."""
-    head = Draft(drafter, drafter.lm_head.weight[:1], None, 0, 0)
     hidden = torch.randn(batch, drafter.config["hidden_size"], device=drafter.norm.weight.device).to(drafter.norm.weight.dtype)
     times = []
     for _ in range(repeats):
         start = clock(hidden.device)
-        head.head(hidden).max(-1)
+        drafter.lm_head(drafter.norm(hidden)).max(-1)
         times.append(clock(hidden.device) - start)
     return sorted(times)[repeats // 2]
 
 
-def judge(model, tree, last, sampling, generator):
-    """What the target makes of a Tree, given its last states [B, N, H].
+def judge(model, tree, last, sampling, numbers):
+    """What the target makes of a Tree, given its last states [B, N, H] and, to sample, uniform numbers float64 [B, N].
 
     Returns (accepted int64 [B]: how many drafts stand, path int64 [B, <= N]: the root and the nodes that stand, or None for a
     chain's 0, 1, 2, ..., written int64 [B, <= N]: the tokens behind those nodes). Behind the accepted + 1 first columns lies
@@ -294,10 +311,11 @@ def judge(model, tree, last, sampling, generator):
     tokens = tree.tokens
     batch, count = tokens.shape
     if tree.chances is None:
-        chosen = choose(model, last.flatten(0, 1), sampling, generator).view(batch, count)  # the target's token behind each node
+        chosen = choose(model, last.flatten(0, 1), sampling, numbers).view(batch, count)  # the target's token behind each node
         if tree.ancestors is None:
             return (tokens[:, 1:] == chosen[:, :-1]).cumprod(1).sum(1), None, chosen
-        parents = (tree.depths[:, :, None] - 1 == tree.depths[:, None]) & tree.ancestors  # [B, N, N], one a row
+        depths = tree.ancestors.sum(2)
+        parents = (depths[:, :, None] - 1 == depths[:, None]) & tree.ancestors  # [B, N, N], one a row
         hits = tokens == chosen.gather(1, parents.int().argmax(2))
         hits[:, 0] = True
         stands = ~(tree.ancestors & ~hits[:, None]).any(2)  # [B, N]; siblings differ, so these are one path
@@ -308,23 +326,14 @@ def judge(model, tree, last, sampling, generator):
         p = torch.zeros(*p.shape[:2], model.target.vocab_size, device=p.device).scatter_(2, order, p)
     drafts = tokens[:, 1:, None]
     ratio = (p[:, :-1].gather(2, drafts) / tree.chances.gather(2, drafts))[:, :, 0]  # [B, N - 1]
-    accepted = (torch.rand(ratio.shape, device=p.device, generator=generator) < ratio).cumprod(1).sum(1)
+    accepted = (numbers[:, :-1] < ratio).cumprod(1).sum(1)
     rest = p.clone()
     rest[:, :-1] = (p[:, :-1] - tree.chances).clamp_(min=0)
     own = torch.arange(batch, device=p.device), accepted
     rest = torch.where(rest[own].sum(1, keepdim=True) > 0, rest[own], p[own])  # [B, V]; nothing is left where p = q but for rounding
     written = tokens.roll(-1, 1)
-    written.scatter_(1, accepted[:, None], torch.multinomial(rest, 1, generator=generator))
+    written.scatter_(1, accepted[:, None], pick(rest, None, numbers[:, -1])[:, None])
     return accepted, None, written
-
-
-def choose(model, last, sampling, generator):
-    """int64 [N]: the target's next tokens for last states [N, H], greedy or drawn."""
-    if not sampling["temperature"]:
-        return model.argmax(last)
-    chances, order = distribution(model.logits(last), sampling)
-    chosen = torch.multinomial(chances, 1, generator=generator)
-    return (chosen if order is None else order.gather(1, chosen))[:, 0]
 
 
 def cut(ids, room, eos_ids):
@@ -333,10 +342,6 @@ def cut(ids, room, eos_ids):
         if token in eos_ids:
             return ids[: position + 1]
     return ids[:room]
-
-
-def finished(ids, limit, eos_ids):
-    return len(ids) >= limit or ids[-1] in eos_ids
 
 
 def clock(device):

@@ -35,6 +35,8 @@ class RMSNorm(nn.RMSNorm):
 class Drafter(nn.Module):
     """Parameters carry the exported names. `config` is the exported config.json as a dict."""
 
+    recompute = False  # when training: the MLP of every depth is computed again in the backward pass instead of kept
+
     def __init__(self, config):
         super().__init__()
         self.config = config

@@ -4,6 +4,7 @@ An answer has ids, and of every verification `accepted` (drafts of it that are i
 a group has the answers that were decoded together, their wall time `seconds`, and draft_seconds and verify_seconds of its rounds.
 """
 
+import math
 import os
 from statistics import median
 
@@ -208,6 +209,31 @@ def plot(path, summary):
     settings = summary["settings"]
     figure.suptitle(f"{summary['target']}, {summary['prompts'] or 'no'} prompts, {settings.get('dtype')}, {settings['steps']} steps, "
                     f"topk {settings.get('topk')}, temperature {settings.get('temperature')}", fontsize="medium")
+    replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+
+
+def plot_training(path, records):
+    """Write a PNG of the records of metrics.jsonl: loss, held-out accept length, acceptance per depth and learning rate over the steps."""
+    figure = figure_class()(figsize=(10, 7), layout="constrained")
+    (loss, length), (acceptance, rate) = figure.subplots(2, 2, sharex=True)
+    training = [record for record in records if "heldout" not in record]
+    heldout = [record for record in records if "heldout" in record and record["accept_length"] is not None]
+    steps, measured = ([record["step"] for record in part] for part in (training, heldout))
+    loss.plot(steps, [record["loss"] for record in training], linewidth=0.8, label="of each step")
+    loss.plot(measured, [record["loss"] for record in heldout], marker="o", label="held out")
+    loss.set_ylabel("loss")
+    loss.legend()
+    length.plot(measured, [record["accept_length"] for record in heldout], marker="o")
+    length.set_ylabel("held-out accept length (1 = nothing accepted)")
+    for depth, values in enumerate(zip(*(record["acceptance"] for record in heldout), strict=True), start=1):
+        acceptance.plot(measured, [math.nan if value is None else value for value in values], marker="o", label=f"depth {depth}")
+    acceptance.set(ylabel="held-out acceptance of the drafts reached", xlabel="step", ylim=(0, 1.02))
+    if heldout:
+        acceptance.legend()
+    rate.plot(steps, [record["lr"] for record in training])
+    rate.set(ylabel="learning rate", xlabel="step")
+    for axes in (loss, length, acceptance, rate):
+        axes.grid(alpha=0.3)
     replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 

@@ -21,12 +21,11 @@ def replace_file(path, write):
     try:
         write(temporary)
         os.chmod(temporary, 0o666 & ~UMASK)  # safetensors leaves files that only their owner can read
-        with open(temporary, "rb+") as handle:
-            os.fsync(handle.fileno())
+        _sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
 def replace_folder(path, fill):
@@ -38,13 +37,11 @@ def replace_folder(path, fill):
     try:
         fill(temporary)
         for file in temporary.rglob("*"):
-            if file.is_file():
-                with open(file, "rb+") as handle:
-                    os.fsync(handle.fileno())
+            _sync(file)
         os.rename(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
 def write_json(path, value):
@@ -100,7 +97,8 @@ def check_output_folder(path, marker):
             raise UserError(f"--out {path} holds something else ({found[0]}); give a folder that is new or empty")
 
 
-def _sync_folder(path):
+def _sync(path):
+    """Have a file, or the names in a folder, on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,24 +1,23 @@
 """What an evaluation asks: conversations whose answers are written one after the other, in waves of several prompts."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.cli import UserError, say
-from common.conversations import Skip, parse_row, read_rows
+from common.conversations import Skip, count_text, parse_row, read_rows
 from common.shards import Shards, check_tokenizer
 from common.target import tokenizer_sha256
 
 
 @dataclass
 class Conversation:
-    """One row. `script` holds messages, with None where the target answers; of rows of ids or text it is [ids, None]."""
+    """One row. `script` holds messages, with None where the target is still to answer; of rows of ids or text it is [ids, None]."""
 
     line: int
     category: str | None
     tools: list | None
     script: list
-    told: list = field(default_factory=list)  # the script so far, the answers filled in
 
 
 @dataclass
@@ -35,10 +34,10 @@ class Wave:
         """Make the prompts; a conversation that cannot go on is counted in `skipped` with all that is left of it, and ends."""
         self.prompts, kept = [], []
         for conversation in self.conversations:
-            script, told = conversation.script, conversation.told
-            if told is None:
+            script = conversation.script
+            if None not in script:
                 continue
-            conversation.told = told = told + script[len(told) : script.index(None, len(told))]
+            told = script[: script.index(None)]
             try:
                 ids = told[0] if isinstance(told[0], list) else renderer.prompt_ids(told, conversation.tools)
                 if len(ids) > room:
@@ -46,26 +45,25 @@ class Wave:
                 if max(ids) >= vocab_size:
                     raise Skip("malformed", f"token id {max(ids)}, the target has {vocab_size}")
             except Skip as skip:
-                skipped[skip.reason] += script[len(told) :].count(None)
+                skipped[skip.reason] += script.count(None)
                 say(f"line {conversation.line + 1} skipped: {skip}")
-                conversation.told = None
+                script.clear()
                 continue
             kept.append(conversation)
             self.prompts.append((conversation.line, ids))
         self.conversations = kept
 
-    def answered(self, group, tokenizer, eos_ids):
+    def answered(self, group, renderer):
         """Put the answers into the conversations, for the turns that follow."""
         for conversation, answer in zip(self.conversations, group.answers, strict=True):
-            words = answer.ids[:-1] if answer.ids[-1] in eos_ids else answer.ids
-            conversation.told.append({"role": "assistant", "content": tokenizer.decode(words)})
+            conversation.script[conversation.script.index(None)] = renderer.message(answer.ids)
 
 
 def waves(conversations, size):
     """Fresh Waves over all answers of `conversations`: of one category, up to `size` conversations at a time, turn after turn."""
     found = []
     for category in dict.fromkeys(conversation.category for conversation in conversations):
-        own = [Conversation(c.line, c.category, c.tools, c.script) for c in conversations if c.category == category]
+        own = [replace(c, script=[*c.script]) for c in conversations if c.category == category]
         for first in range(0, len(own), size):
             part = own[first : first + size]
             for turn in range(max(conversation.script.count(None) for conversation in part)):
@@ -94,7 +92,7 @@ def read_prompts(path, limit, tokenizer, target, force=False):
         category = row.get("category")
         conversations.append(Conversation(line, category if category is None else str(category), tools, script))
     if not conversations:
-        raise UserError(f"{path} holds no prompt that can be used ({reasons(skipped)})")
+        raise UserError(f"{path} holds no prompt that can be used ({count_text(skipped) or 'the file has no rows'})")
     return conversations, skipped, []
 
 
@@ -129,7 +127,3 @@ def parse_prompt(row, tokenizer):
         last = max(n for n, message in enumerate(script) if message["role"] == "user")
         script = [*script[: last + 1], None]
     return parsed["tools"], script
-
-
-def reasons(skipped):
-    return ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "the file has no rows"

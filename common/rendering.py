@@ -20,7 +20,7 @@ class Renderer:
 
     def __init__(self, tokenizer, template_kwargs, eos_ids):
         self.tokenizer, self.template_kwargs = tokenizer, template_kwargs
-        self.end_ids = set(eos_ids)
+        self.eos_ids, self.end_ids = set(eos_ids), set(eos_ids)
         self.spaces = {}
         try:
             tail = self.render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": STAND_INS[0]}])
@@ -42,6 +42,10 @@ class Renderer:
 
     def prompt_ids(self, messages, tools=None):
         return self.ids(self.render(messages, tools, answer_next=True))
+
+    def message(self, ids):
+        """The assistant's message whose text is an answer's ids."""
+        return {"role": "assistant", "content": self.tokenizer.decode(ids[:-1] if ids[-1] in self.eos_ids else ids)}
 
     def encode(self, messages, tools=None):
         """(ids, loss mask, Counter of what the template dropped) of a whole conversation.
@@ -107,15 +111,9 @@ class Renderer:
                 done = end
             return ids, mask
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = encoded["offset_mapping"]
-        mask = [0] * len(offsets)
-        t = 0
-        for start, end in spans:
-            while t < len(offsets) and offsets[t][0] < end:
-                a, b = offsets[t]
-                # a token may take the space before the answer with it, never a part of the header
-                mask[t] = int(b > start and b > a and not text[a:start].strip(" "))
-                t += 1
+        # a token may take the space before the answer with it, never a part of the header
+        mask = [int(any(start < b and a < end and a < b and not text[a:start].strip(" ") for start, end in spans))
+                for a, b in encoded["offset_mapping"]]
         return list(encoded["input_ids"]), mask
 
     def _close_turns(self, ids, mask):

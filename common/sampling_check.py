@@ -3,7 +3,7 @@
 import torch
 
 from common.decode import decode
-from common.generate import distribution
+from common.sampling import distribution
 
 LENGTH = 3  # tokens: the one that prefill gives, and two that drafts are judged for
 BATCH = 64  # answers drawn at once
@@ -11,17 +11,16 @@ CELL = 5  # expected count from which an answer is a cell of its own; all others
 
 
 @torch.inference_mode()
-def check_sampling(model, prompt_ids, draws, sampling, drafter, layers, steps, topk, draft_tokens, generator):
+def check_sampling(model, prompt_ids, draws, sampling, drafter, steps, topk, draft_tokens, numbers):
     """Pearson's chi-square of `draws` answers of three tokens, decoded as always, against their exact chances.
 
-    drafter, steps, topk, draft_tokens: as decode takes them; layers: the drafter's. Returns a dict of chi_square, cells, p_value.
+    drafter, steps, topk, draft_tokens, numbers: as decode takes them. Returns a dict of chi_square, cells, p_value.
     """
     chances = exact_chances(model, prompt_ids, draws, sampling)
-    model.layers = layers
     counts = dict.fromkeys(chances, 0)
     for first in range(0, draws, BATCH):
         group = decode(model, [prompt_ids] * min(BATCH, draws - first), LENGTH, frozenset(), drafter, steps, topk, draft_tokens, sampling,
-                       generator)
+                       numbers)
         for answer in group.answers:
             if tuple(answer.ids) in counts:
                 counts[tuple(answer.ids)] += 1

@@ -20,7 +20,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from common.cli import UserError, say
-from common.decode import Answer, Group
+from common.decode import Answer, Group, cut
 
 OPENER = build_opener(ProxyHandler({}))  # a server that is measured is never behind the proxy of the environment
 LONGEST_ANSWER = 3600  # seconds until an answer is given up
@@ -193,8 +193,7 @@ def _read(reply, url, limit, eos_ids, steps):
     if not ids or reason.get("type") not in ("stop", "length"):
         raise UserError(f"{url}/generate sent {'ids' if ids else 'no output_ids'} and finish_reason {json.dumps(reason)}; see the "
                         f"server's log")
-    end = next((n for n, token in enumerate(ids) if token in eos_ids), limit - 1)
-    ids = ids[: min(end + 1, limit)]
+    ids = cut(ids, limit, eos_ids)
     if reason["type"] == "length" and len(ids) < limit and ids[-1] not in eos_ids:
         raise UserError(f"{url} cut an answer after {len(ids)} of {limit} tokens; start it with a larger --context-length, or ask for less")
     accepted, reached = count_verifications(facts, len(ids), steps, url) if steps else ([], [])

@@ -51,9 +51,12 @@ class Target:
         """[V, H] in the dtype of the file."""
         return self.tensor(self.lm_head_name)
 
-    def facts(self):
-        """The JSON block that shards, maps and drafters carry to say which target they were made for."""
-        tensors = [self.lm_head()] if self.lm_head_name == self.embedding_name else [self.lm_head(), self.embedding()]
+    def facts(self, lm_head=None, embedding=None):
+        """The JSON block that says which target shards, maps and drafters were made for. Tensors at hand are not read again."""
+        lm_head = self.lm_head() if lm_head is None else lm_head
+        tensors = [lm_head]
+        if self.lm_head_name != self.embedding_name:
+            tensors.append(self.embedding() if embedding is None else embedding)
         return {
             "name": self.name,
             "model_class": self.model_class,

@@ -1,56 +1,15 @@
 """The target, loaded in transformers: captured states and logits of one forward pass, with or without a KV cache."""
 
 import inspect
+import weakref
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from common.cli import UserError
 from common.target import process_logits
-
-
-class GrowingLayer(DynamicLayer):
-    """A layer of the KV cache that writes into a buffer with room ahead instead of copying everything at every step."""
-
-    room = 128
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Append [B, kv, T, d] and return everything so far, [B, kv, length, d], as views of the buffers."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-            self.key_buffer, self.value_buffer = self.keys, self.values
-        used = self.keys.shape[2]
-        total = used + key_states.shape[2]
-        if total > self.key_buffer.shape[2] or self.keys.shape[0] != self.key_buffer.shape[0]:
-            self.key_buffer, self.value_buffer = self._grow(self.keys, total), self._grow(self.values, total)
-        self.key_buffer[:, :, used:total] = key_states
-        self.value_buffer[:, :, used:total] = value_states
-        self.keys, self.values = self.key_buffer[:, :, :total], self.value_buffer[:, :, :total]
-        return self.keys, self.values
-
-    def _grow(self, kept, total):
-        batch, heads, used, width = kept.shape
-        buffer = kept.new_empty(batch, heads, total + self.room, width)
-        buffer[:, :, :used] = kept
-        return buffer
-
-    def select(self, rows, first=0):
-        """Keep only the batch rows `rows` and the positions from `first` on."""
-        self.keys, self.values = self.keys[rows, :, first:], self.values[rows, :, first:]
-        self.key_buffer, self.value_buffer = self.keys, self.values
-
-
-class GrowingCache(Cache):
-    """KV cache of a decoder for `forward(cache=...)`: grows in place, can be thinned out."""
-
-    def __init__(self):
-        super().__init__(layer_class_to_replicate=GrowingLayer)
-
-    def select(self, rows, first=0):
-        for layer in self.layers:
-            layer.select(rows, first)
 
 
 class SlotLayer(DynamicLayer):
@@ -66,51 +25,50 @@ class SlotLayer(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         """Write [B, kv, T, d] where the cache says, and return everything up to the last slot in use, [B, kv, end, d]."""
         cache = self.cache
-        if not self.is_initialized:  # zeros, as a masked slot's weight of 0 must not meet a NaN
-            self.keys, self.values = (states.new_zeros(len(cache.lengths), states.shape[1], cache.capacity, states.shape[3])
+        if not self.is_initialized:
+            self.keys, self.values = (states.new_empty(cache.most, states.shape[1], 0, states.shape[3])
                                       for states in (key_states, value_states))
             self.is_initialized = True
+        if (have := self.keys.shape[2]) < cache.end:  # zeros, as a masked slot's weight of 0 must not meet a NaN
+            self.keys, self.values = (F.pad(buffer, (0, 0, 0, cache.end * 5 // 4 - have)) for buffer in (self.keys, self.values))
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            if cache.row is not None:
-                buffer[cache.row, :, : states.shape[2]] = states[0]
-            elif cache.slots is None:
-                buffer[:, :, cache.past : cache.end] = states
+            if cache.copies is not None:
+                buffer[cache.part, :, : cache.end], buffer[cache.part, :, cache.end :] = states[cache.copies], 0
+            elif len(states) == 1:
+                buffer[:1, :, cache.end - states.shape[2] : cache.end] = states
             else:
-                buffer[cache.rows, :, cache.slots] = states.transpose(1, 2)
-        if cache.row is not None:
+                buffer[cache.own, :, cache.slots] = states.transpose(1, 2)
+        if cache.copies is not None:
             return key_states, value_states
-        return self.keys[:, :, : cache.end], self.values[:, :, : cache.end]
+        return self.keys[: len(key_states), :, : cache.end], self.values[: len(key_states), :, : cache.end]
 
 
 class SlotCache(Cache):
-    """A preallocated KV cache of B sequences, each of its own length; what lies behind a sequence's length is overwritten."""
+    """A KV cache of up to `most` sequences, each of its own length; what lies behind a sequence's length is overwritten.
 
-    def __init__(self, layers, batch, capacity):
-        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
-        self.lengths, self.capacity = [0] * batch, capacity
+    `fill` or `append` say what the next forward pass writes, and set `slots`, int64 [B, T], where in each sequence.
+    """
+
+    def __init__(self, layers, most):
+        weak = weakref.proxy(self)  # no cycle of references: the memory is free as soon as the cache is done with
+        super().__init__(layers=[SlotLayer(weak) for _ in range(layers)])
+        self.draft = SlotLayer(weak)  # a drafter's layer: of the same sequences
+        self.most, self.lengths = most, []
         self.past = self.end = 0
-        self.row = self.rows = self.slots = None
+        self.part = self.copies = self.own = self.slots = None
 
-    def fill(self, row):
-        """The next forward pass is over the prompt of sequence `row` alone."""
-        self.row, self.past = row, 0
+    def fill(self, part, count, copies):
+        """The next pass is over prompts padded on the right to `count` tokens; sequences `part`, a slice, are its rows `copies`."""
+        self.part, self.copies = part, copies
+        self.past, self.end = 0, count
+        self.slots = torch.arange(count, device=copies.device).expand(len(copies), count)
 
-    def append(self, count, device):
-        """The next forward pass appends `count` tokens to every sequence. Returns the lengths, int64 [B, 1]."""
-        self.row, self.past = None, max(self.lengths)
+    def append(self, count, device, ahead=0):
+        """The next pass appends `count` tokens to every sequence, `ahead` slots behind its length."""
+        self.copies, self.past = None, max(self.lengths) + ahead
         self.end = self.past + count
-        lengths = torch.tensor(self.lengths, device=device)[:, None]
-        self.rows = self.slots = None
-        if len(self.lengths) > 1:
-            self.rows, self.slots = torch.arange(len(lengths), device=device)[:, None], lengths + torch.arange(count, device=device)
-        return lengths
-
-    def filled(self, part, length):
-        """Sequence part.start of the slice `part` was filled with `length` tokens; the others of it have the same."""
-        others = slice(part.start + 1, part.stop)
-        for layer in self.layers if part.stop > others.start else ():
-            layer.keys[others], layer.values[others] = layer.keys[part.start], layer.values[part.start]
-        self.lengths[part] = [length] * (part.stop - part.start)
+        self.own = torch.arange(len(self.lengths), device=device)[:, None]
+        self.slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(ahead, ahead + count, device=device)
 
     def keep(self, path, counts):
         """Of the tokens appended last, each sequence keeps its first `counts` (a list of B) of int64 [B, P] `path`, ascending; None
@@ -123,15 +81,16 @@ class SlotCache(Cache):
                 layer.keys[rows, :, new], layer.values[rows, :, new] = layer.keys[rows, :, old], layer.values[rows, :, old]
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
-    def select(self, rows):
-        """Keep only the sequences `rows`, a list."""
-        for layer in self.layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
-        self.lengths = [self.lengths[row] for row in rows]
+    def move(self, old, new):
+        """Sequence `old` takes the place of `new`."""
+        for layer in (*self.layers, self.draft):
+            if layer.is_initialized:
+                layer.keys[new], layer.values[new] = layer.keys[old], layer.values[old]
+        self.lengths[new] = self.lengths[old]
 
 
 class TargetModel:
-    """A target in transformers. `layers` are the three HF hidden_states indices to capture."""
+    """A target in transformers. `layers` are the HF hidden_states indices to capture."""
 
     def __init__(self, target, layers, dtype="auto", device=None, trust_remote_code=False):
         self.target, self.layers = target, layers
@@ -156,35 +115,35 @@ class TargetModel:
         return hook
 
     @torch.inference_mode()
-    def states(self, input_ids, cache=None, attention_mask=None, position_ids=None):
+    def states(self, input_ids, cache=None, layers=None, attention_mask=None, position_ids=None):
         """One forward pass over int [B, T]. Returns (aux [B, T, 3H], last [B, T, H], the lm_head's input).
 
-        Padding on the right needs no mask: no real token sees it. With padding on the left give attention_mask
-        [B, past + T] and position_ids [B, T].
+        aux: of all captured layers, or of three of them, None of none. Padding on the right needs no mask: no real token sees it.
         """
+        layers = self.layers if layers is None else layers
         self.captured.clear()
         output = self.decoder(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
                               use_cache=cache is not None, **{self.cache_argument: cache})
-        aux = torch.cat([self.captured[layer] for layer in self.layers], dim=-1) if self.layers else None
+        aux = torch.cat([self.captured[layer] for layer in layers], dim=-1) if layers else None
         return aux, output.last_hidden_state
 
     @torch.inference_mode()
-    def judge_states(self, cache, tokens, depths=None, ancestors=None):
+    def judge_states(self, cache, tokens, layers=None, ancestors=None):
         """`states` of N more tokens behind each sequence of a SlotCache: int64 [B, N].
 
-        Of a tree: depths int64 [B, N] below the first token, ancestors bool [B, N, N] (itself included); None for a chain.
+        ancestors: of each token of a tree, bool [B, N, N], itself included; None for a chain.
         """
         count = tokens.shape[1]
-        lengths = cache.append(count, tokens.device)  # [B, 1]
+        cache.append(count, tokens.device)
         if ancestors is None:
             if len(tokens) == 1:
-                return self.states(tokens, cache)  # transformers' own mask is right, and none for one token
-            depths = torch.arange(count, device=tokens.device).expand(tokens.shape)
+                return self.states(tokens, cache, layers)  # transformers' own mask is right, and none for one token
             ancestors = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), count, count)
-        slots = lengths + torch.arange(count, device=tokens.device)  # [B, N]
+        lengths = cache.slots[:, :1]  # [B, 1]
         places = torch.arange(cache.end, device=tokens.device)
-        seen = (places < lengths)[:, None].repeat(1, count, 1).scatter_(2, slots[:, None].expand_as(ancestors), ancestors)  # [B, N, end]
-        positions = lengths + depths
+        seen = (places < lengths)[:, None].repeat(1, count, 1)  # [B, N, end]
+        seen.scatter_(2, cache.slots[:, None].expand_as(ancestors), ancestors)
+        positions = lengths + ancestors.sum(2) - 1  # the root is its own only ancestor
         masks = {"full_attention": seen}
         if window := self.target.text.get("sliding_window"):
             # of the tree's own slots the position is at most the place, which changes nothing as no window is shorter than a draft
@@ -198,7 +157,7 @@ class TargetModel:
             raise UserError(f"{self.target.name} has layers of {', '.join(sorted(kinds - masks.keys()))}, for which neither trees nor "
                             f"several prompts at a time can be verified here; give --topk 1 --concurrency 1")
         mask = {kind: masks[kind] for kind in kinds} if kinds else list(masks.values())[-1]
-        return self.states(tokens, cache, mask, positions)
+        return self.states(tokens, cache, layers, mask, positions)
 
     @torch.inference_mode()
     def logits(self, last):
@@ -213,8 +172,9 @@ class TargetModel:
         """
         return torch.cat([self.lm_head(part).max(-1).indices for part in last.split(chunk)])  # of bfloat16 max is faster than argmax
 
-    def check_logits(self, input_ids):
-        """Refuse a model whose own logits for int [1, T] are not lm_head(captured last state), scaled and capped as its config says."""
+    def check_logits(self):
+        """Refuse a model whose own logits are not lm_head(captured last state), scaled and capped as its config says."""
+        input_ids = torch.arange(min(64, self.target.vocab_size), device=self.device)[None]
         with torch.inference_mode():
             own = self.model(input_ids=input_ids, use_cache=False).logits[0].float()  # [T, V]
             _, last = self.states(input_ids)
@@ -233,10 +193,10 @@ def _load(target, dtype, trust_remote_code):
     model_class = getattr(transformers, target.model_class, None)
     if trust_remote_code or not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         model_class = transformers.AutoModelForCausalLM
-    kwargs = {} if model_class is not transformers.AutoModelForCausalLM else {"trust_remote_code": trust_remote_code}
     dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        model, report = model_class.from_pretrained(target.folder, config=config, dtype=dtype, output_loading_info=True, **kwargs)
+        model, report = model_class.from_pretrained(target.folder, config=config, dtype=dtype, output_loading_info=True,
+                                                    trust_remote_code=trust_remote_code)
     except (ValueError, OSError, ImportError, AttributeError, RuntimeError) as error:
         raise UserError(f"{target.folder}: transformers cannot load it ({str(error).splitlines()[0][:300]})") from None
     if report["missing_keys"]:

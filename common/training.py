@@ -118,7 +118,7 @@ class HeadLoss(torch.autograd.Function):
         Returns (the weighted sum of the rows' losses, float32 [K] their unweighted sums).
         """
         dtype = teacher.weight.dtype
-        weight_cast = weight.to(dtype)
+        weight_cast = weight if weight.dtype == dtype else teacher.buffer("lm_head", *weight.shape).copy_(weight)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = None
         sums = torch.zeros(len(pairs), device=hidden.device)
@@ -153,7 +153,8 @@ class HeadLoss(torch.autograd.Function):
                 grad_h = grad @ weight_cast  # [m, H]
                 if ctx.needs_input_grad[1]:
                     first_chunk = grad_weight is None
-                    grad_weight = torch.empty_like(weight) if first_chunk else grad_weight
+                    if first_chunk:  # float32 also where FSDP hands over weights in bfloat16
+                        grad_weight = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
                     for column in range(0, len(weight), columns):  # blocks of the weight that stay in the cache
                         part = grad[:, column : column + columns].T @ h
                         block = grad_weight[column : column + columns]
@@ -162,13 +163,14 @@ class HeadLoss(torch.autograd.Function):
                     grad_hidden[k].index_copy_(0, pairs[k][0][i], (part * depth_weights[k]).to(hidden.dtype))
         if grad_weight is None and ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
-        ctx.grads = grad_hidden, grad_weight
+        ctx.grads = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
         ctx.mark_non_differentiable(sums)
         return torch.dot(sums, sums.new_tensor(depth_weights)), sums
 
     @staticmethod
     def backward(ctx, grad_loss, _):
         grad_hidden, grad_weight = ctx.grads
+        del ctx.grads  # the last reference but autograd's own, which then need not copy the gradient
         if grad_loss.is_cuda or grad_loss != 1:  # a pass over the weight saved, where asking does not stall
             grad_hidden = grad_hidden * grad_loss
             grad_weight = None if grad_weight is None else grad_weight.mul_(grad_loss)

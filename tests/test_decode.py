@@ -1,5 +1,6 @@
 """The local engine: what is drafted, what is accepted and counted, and that answers are those of plain decoding."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
 from common.figures import figures
 from common.sampling_check import check_sampling, chi_square
 from common.target import default_layers, open_target
-from common.target_model import TargetModel
+from common.target_model import SlotCache, TargetModel
 from tests import tiny
 from tests.reference import draft_logits
 
@@ -47,34 +48,37 @@ def oracle(monkeypatch, model, asked, wrong=lambda position: False):
     plain = [ids(decode(model, [prompt], 100, frozenset()))[0] for prompt in asked]
 
     def whole(draft, row):  # the sequence is known by what was read of it, as rows leave the batch
-        return next(prompt + answer for prompt, answer in zip(asked, plain, strict=True) if prompt == draft.prompts[row])
+        return next(prompt + answer for prompt, answer in zip(asked, plain, strict=True) if prompt == draft.cache.prompts[row])
 
-    prefill, select = Draft.prefill, Draft.select
+    extend, move = Draft.extend, SlotCache.move
 
-    def remember(draft, part, aux, next_ids):
-        draft.prompts = {**getattr(draft, "prompts", {}), part.start: next(p for p in asked if p[1:] == next_ids[0, :-1].tolist())}
-        prefill(draft, part, aux, next_ids)
+    def remember(draft, part, aux, next_ids, counts):
+        if draft.cache.copies is not None:  # prompts are read
+            draft.cache.prompts = [next(p for p in asked if p[1:] == row[: count - 1]) for row, count in
+                                   zip(next_ids.tolist(), counts.tolist(), strict=True)]
+        extend(draft, part, aux, next_ids, counts)
 
-    def chosen(draft, rows):
-        draft.prompts = {new: draft.prompts[row] for new, row in enumerate(rows)}
-        select(draft, rows)
+    def follow(cache, old, new):
+        move(cache, old, new)
+        if hasattr(cache, "prompts"):
+            cache.prompts[new] = cache.prompts[old]
 
     def chain(draft, roots, steps, *_):
         tokens = []
-        for row, length in enumerate(draft.lengths):
+        for row, length in enumerate(draft.cache.lengths):
             full = whole(draft, row)
             places = range(length + 1, length + 1 + steps)
-            tokens.append([full[place] + 1 if wrong(place - len(draft.prompts[row])) else full[place] for place in places])
+            tokens.append([full[place] + 1 if wrong(place - len(draft.cache.prompts[row])) else full[place] for place in places])
         return Tree(torch.cat([roots[:, None], torch.tensor(tokens)], 1))
 
     def tree(draft, roots, steps, topk, draft_tokens):
         """Two branches behind every node; the right token is on one that changes, and is missing where `wrong` says so."""
         tokens = []
-        for row, length in enumerate(draft.lengths):
+        for row, length in enumerate(draft.cache.lengths):
             full, own = whole(draft, row), [0]
             for depth in range(1, 3):
                 place = length + depth
-                right = full[place] if not wrong(place - len(draft.prompts[row])) else (full[place] + 5) % 300
+                right = full[place] if not wrong(place - len(draft.cache.prompts[row])) else (full[place] + 5) % 300
                 pair = [right, right + 1] if place % 2 else [right + 1, right]
                 own += pair * (2 ** (depth - 1))
             tokens.append(own)
@@ -84,11 +88,11 @@ def oracle(monkeypatch, model, asked, wrong=lambda position: False):
         ancestors = torch.eye(7, dtype=torch.bool)
         for _ in range(3):
             ancestors = ancestors | ancestors[parents]
-        many = len(roots)
-        return Tree(tokens, torch.tensor([0, 1, 1, 2, 2, 2, 2]).expand(many, 7), ancestors.expand(many, 7, 7))
+        return Tree(tokens, ancestors.expand(len(roots), 7, 7))
 
-    for name, function in (("prefill", remember), ("select", chosen), ("chain", chain), ("tree", tree)):
+    for name, function in (("extend", remember), ("chain", chain), ("tree", tree)):
         monkeypatch.setattr(Draft, name, function)
+    monkeypatch.setattr(SlotCache, "move", follow)
     return plain
 
 
@@ -164,7 +168,7 @@ def test_drafting_equals_recomputation_step_by_step(model, tmp_path, monkeypatch
         """Real drafting, whose result is replaced by the right tokens in every other round so that some are accepted."""
         logits.append([])
         chains.append(chain(draft, roots, steps, *more).tokens[0].tolist())
-        right = full[draft.lengths[0] + 1 : draft.lengths[0] + 1 + steps]
+        right = full[draft.cache.lengths[0] + 1 : draft.cache.lengths[0] + 1 + steps]
         return Tree(torch.tensor([[chains[-1][0], *right] if len(chains) % 2 else chains[-1]]))
 
     monkeypatch.setattr(Draft, "head", spy)
@@ -202,15 +206,15 @@ def slow_tree(drafter, embedding, rows, full, aux, t, steps, topk, draft_tokens)
 @pytest.mark.parametrize("size", [None, 120])
 def test_a_tree_holds_the_likeliest_paths(model, tmp_path, monkeypatch, size):
     drafter, embedding, rows = load(model, tiny.make_drafter(tmp_path / "drafter", model.target, size))
-    asked, trees, logits = prompts(2), [], []
+    asked, trees, logits = prompts(2)[::-1], [], []  # the longest is sequence 0
     tree, head = Draft.tree, Draft.head
     monkeypatch.setattr(Draft, "head", lambda draft, hidden: logits.append(head(draft, hidden)) or logits[-1])
-    monkeypatch.setattr(Draft, "tree", lambda draft, *rest: trees.append((list(draft.lengths), tree(draft, *rest))) or trees[-1][1])
+    monkeypatch.setattr(Draft, "tree", lambda draft, *rest: trees.append((list(draft.cache.lengths), tree(draft, *rest))) or trees[-1][1])
     group = decode(model, asked, 8, frozenset(), (drafter, embedding, rows), steps=4, topk=3, draft_tokens=12)
     for row, (prompt, answer) in enumerate(zip(asked, group.answers, strict=True)):
         full = prompt + answer.ids
         aux, _ = model.states(torch.tensor([full]))
-        for number, (lengths, (tokens, depths, ancestors, _)) in enumerate(trees[:3]):
+        for number, (lengths, (tokens, ancestors, _)) in enumerate(trees[:3]):
             t = lengths[row] - 1
             assert int(tokens[row, 0]) == full[t + 1]
             wanted, beams = slow_tree(drafter, embedding, rows, full, aux[0], t, 4, 3, 12)
@@ -218,7 +222,6 @@ def test_a_tree_holds_the_likeliest_paths(model, tmp_path, monkeypatch, size):
             assert sorted(paths[1:]) == sorted(path for path, _ in wanted)
             for step, rows_wanted in enumerate(beams):  # what a branch attends to are its ancestors
                 assert torch.allclose(logits[4 * number + step][row].double(), rows_wanted, atol=1e-4, rtol=1e-4)
-            assert depths[row].tolist() == [len(path) for path in paths]
 
 
 def test_an_end_token_in_an_accepted_run_cuts(model, tmp_path, monkeypatch):
@@ -275,6 +278,11 @@ def test_chi_square_has_the_known_tail():
     assert found["cells"] == 2  # what is expected only once is counted with its neighbour
 
 
+def numbers():
+    generator = np.random.default_rng(1)
+    return lambda prompt, first, count: generator.random(count)
+
+
 FLAT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
@@ -294,7 +302,7 @@ def test_sampling_draws_from_the_targets_distribution(flat, tmp_path, monkeypatc
     monkeypatch.setattr(sampling_check, "BATCH", 1000)
     drafter = load(flat, tiny.make_drafter(tmp_path / "drafter", flat.target, size))
     shape = {"steps": 3, "topk": 1, "draft_tokens": 4, **shape}
-    found = check_sampling(flat, prompts(1)[0], draws, sampling, drafter, LAYERS, **shape, generator=torch.Generator().manual_seed(1))
+    found = check_sampling(flat, prompts(1)[0], draws, sampling, drafter, **shape, numbers=numbers())
     assert found["cells"] > 5 and found["p_value"] > 1e-3, found
 
 
@@ -303,7 +311,8 @@ def test_a_broken_sampler_is_caught(flat, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(sampling_check, "BATCH", 1000)
     drafter, embedding, rows = load(flat, tiny.make_drafter(tmp_path / "drafter", flat.target, 120))
     if fault == "accepts too much":
-        monkeypatch.setattr(engine.torch, "rand", lambda shape, **_: torch.zeros(shape))
+        judge = engine.judge
+        monkeypatch.setattr(engine, "judge", lambda *given: judge(*given[:-1], given[-1] * torch.tensor([0.0, 0.0, 0.0, 1.0])))
     elif fault == "draws the replacement from p":
         monkeypatch.setattr(torch.Tensor, "clamp_", lambda tensor, **_: tensor + 1)
     else:
@@ -315,7 +324,7 @@ def test_a_broken_sampler_is_caught(flat, tmp_path, monkeypatch, fault):
             return tree._replace(chances=tree.chances.roll(1, 2))
 
         monkeypatch.setattr(Draft, "chain", shifted)
-    found = check_sampling(flat, prompts(1)[0], 4000, FLAT, (drafter, embedding, rows), LAYERS, 3, 1, 4, torch.Generator().manual_seed(1))
+    found = check_sampling(flat, prompts(1)[0], 4000, FLAT, (drafter, embedding, rows), 3, 1, 4, numbers())
     assert found["p_value"] < 1e-6, found
 
 

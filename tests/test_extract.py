@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import extract_hidden_states
-from common import generate as generation
 from common.cli import UserError
+from common.decode import decode
+from common.sampling import choose, random_numbers, sampling_settings
 from common.shards import Shards
 from common.target import load_tokenizer, open_target
 from common.target_model import TargetModel
@@ -185,9 +186,8 @@ def test_answers_equal_those_of_transformers(tmp_path, kind):
     prompts = [torch.randint(3, 320, (length,)).tolist() for length in (3, 11, 5, 5, 20, 1, 8, 30, 2, 9, 7)]
     limits = [25, 3, 25, 25, 25, 1, 25, 25, 25, 25, 25]
     stops = list(range(100, 116))
-    sampling = {"temperature": 0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop_ids": stops}
     ended = []
-    answers = generation.generate(model, prompts, limits, [[n, 0] for n in range(11)], sampling, 4, 40, ended.append)
+    answers = [answer.ids for answer in decode(model, prompts, limits, set(stops), most=4, prefill_tokens=40, report=ended.append).answers]
     for prompt, limit, answer in zip(prompts, limits, answers, strict=True):
         wanted = model.model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
                                       max_new_tokens=limit, eos_token_id=stops, pad_token_id=0)[0, len(prompt) :]
@@ -198,15 +198,19 @@ def test_answers_equal_those_of_transformers(tmp_path, kind):
 
 def test_a_samples_random_numbers_do_not_depend_on_its_company(target):
     model = TargetModel(open_target(target), [2, 4, 5], "float32")
-    prompts = [[1, 5, 9], [7, 8], [30, 31, 32, 33], [4], [50, 60]]
-    names = [[n, 0] for n in range(5)]
+    prompts = [[1, 5, 9], [7, 8], [30, 31, 32, 33], [4], [50, 60], *([70 + n, 80] for n in range(9))]
 
-    def sampled(order, rows, seed=0, **more):
-        sampling = {"temperature": 4.0, "top_p": 0.95, "top_k": 50, "seed": seed, "stop_ids": [2], **more}
-        return generation.generate(model, [prompts[n] for n in order], [12] * len(order), [names[n] for n in order], sampling, rows)
+    def sampled(order, most, seed=0, **more):
+        limits = [12 - n % 5 for n in order]  # some idle until a quarter of the batch has ended
+        drawn = [random_numbers(seed, [n, 0], limit) for n, limit in zip(order, limits, strict=True)]
+        sampling = {"temperature": 4.0, "top_p": 0.95, "top_k": 50, **more}
+        group = decode(model, [prompts[n] for n in order], limits, {2}, sampling=sampling, most=most,
+                       numbers=lambda n, first, count: drawn[n][first : first + count])
+        return [answer.ids for answer in group.answers]
 
     together = sampled(range(5), 5)
     assert sampled([3, 1], 2) == [together[3], together[1]] and sampled(range(5), 1) == together
+    assert sampled(range(14), 9) == sampled(range(14), 14) and sampled(range(14), 9)[:5] == together
     assert sampled(range(5), 5, seed=1) != together
     assert sampled(range(5), 5, top_k=1) == sampled(range(5), 5, temperature=0)
 
@@ -225,8 +229,8 @@ def test_sampling_inverts_the_filtered_distribution(target):
             kept.append((token, chance))
             total += chance
     count = 20000
-    uniforms = ((torch.arange(count) + 0.5) / count).tolist()
-    chosen = generation._choose(model, last.expand(count, -1), {"temperature": 20.0, "top_k": 40, "top_p": 0.8}, uniforms)
+    numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    chosen = choose(model, last.expand(count, -1), {"temperature": 20.0, "top_k": 40, "top_p": 0.8}, numbers)
     shares = torch.bincount(chosen, minlength=328).double() / count
     for token, chance in kept:
         assert abs(shares[token].item() - chance / total) < 2e-4
@@ -263,10 +267,10 @@ def test_regenerated_turns_stand_in_the_context_of_their_own_answers(tmp_path, m
 def test_temperature_config_takes_the_generation_config(tmp_path, target):
     folder = shutil.copytree(target, tmp_path / "target")
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}))
-    assert generation.sampling_settings(open_target(folder), "config", 1.0, 0) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    assert sampling_settings(open_target(folder), "config", 1.0, 0) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     for values in (("hot", 1.0, 0), ("-1", 1.0, 0), ("1", 0.0, 0), ("1", 1.0, -1)):
         with pytest.raises(UserError, match="wanted|neither"):
-            generation.sampling_settings(open_target(folder), *values)
+            sampling_settings(open_target(folder), *values)
 
 
 def test_states_that_are_not_finite_are_named_skipped_and_counted(tmp_path, monkeypatch, capsys):

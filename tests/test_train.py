@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from common.checkpoint import lock_run
 from common.cli import UserError
 from common.drafter import Drafter, drafter_config, load_drafter
+from common.start import start_from_scratch
 from common.target import open_target
 from common.target_model import TargetModel
 from tests import tiny
 from tests.scripts import call, shell
-from train_drafter import start_from_scratch
 
 FAST = ("--ttt-steps", 2, "--lr", 3e-3, "--batch-tokens", 200, "--epochs", 2)
 
@@ -93,7 +93,7 @@ def test_resume_goes_on_bit_for_bit(work, tmp_path):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), file
 
     def records(out):
-        timed = ("tokens_per_second", "waiting")
+        timed = ("tokens_per_second", "waiting", "seconds_left")
         return [{key: value for key, value in json.loads(line).items() if key not in timed}
                 for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -187,7 +187,7 @@ def test_checkpoint_starts_from_its_weights_and_its_own_map(work, tmp_path):
 def test_layer_starts_as_the_targets_last_one_where_that_fits(tmp_path, kind):
     target = open_target(tiny.make_target(tmp_path, kind))
     drafter = Drafter(drafter_config(target, 328, [2, 4, 5]))
-    start_from_scratch(drafter, target, None, "target")
+    start_from_scratch(drafter, target, target.lm_head(), None, "target")
     model = TargetModel(target, [2, 4, 5], "float32").decoder
     block, ours = model.layers[7], drafter.midlayer
     x = torch.randn(3, 64)
@@ -244,3 +244,13 @@ def test_a_map_for_another_target_is_refused(work, tmp_path):
 def test_dry_run_touches_nothing(work, tmp_path):
     summary = train(work, tmp_path / "out", "--draft-vocab", "full", *FAST, "--dry-run")
     assert summary["steps"] > 0 and not (tmp_path / "out").exists()
+
+
+def test_the_batch_grows_with_the_data_and_the_rate_falls_with_the_width(work, tmp_path):
+    def plan(*more):
+        return train(work, tmp_path / "out", "--draft-vocab", "full", "--dry-run", *more)
+
+    few, some, many = plan("--epochs", 1), plan("--epochs", 1000), plan("--epochs", 9000)
+    assert few["batch_tokens"] == 512 and many["batch_tokens"] == 8192 and 512 < some["batch_tokens"] < 8192
+    width = json.loads((work / "target" / "config.json").read_text())["hidden_size"]
+    assert few["lr"] == pytest.approx(1.2 / width, rel=0.05) and plan("--lr", 1e-5, "--batch-tokens", 9)["lr"] == 1e-5

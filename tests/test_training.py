@@ -224,3 +224,17 @@ def test_a_target_outside_the_map_is_a_miss():
     batch["target_argmax"][rows + 1] = choice
     _, hits = draft_hits(drafter, EMBEDDING, batch, MAP, 3)
     assert torch.equal(hits[0], supervised[0])
+
+
+def test_a_full_vocabulary_of_163840_trains_in_bounded_memory(monkeypatch):
+    """All logits of this step would be 190 MB; what is held of them is three chunks at most."""
+    size, chunk, depths = 163_840, 8 * 2**20, 7
+    monkeypatch.setattr("common.training.CHUNK_BYTES", chunk)
+    drafter, head = drafter_of(size), torch.randn(size, H)
+    teacher = Teacher(head, None, None, 1.0, "cpu", torch.float32)
+    sample = sample_of(50, 1)
+    loss, _, counted = TrainStep(drafter, EMBEDDING, teacher, depths, 0.8)(make_batch([sample]), 1 / 46)
+    loss.backward()
+    assert counted.sum() * size * 4 > 20 * chunk
+    assert sum(buffer.numel() * buffer.element_size() for buffer in teacher.buffers.values()) <= 3 * chunk
+    assert loss.isfinite() and drafter.lm_head.weight.grad.isfinite().all() and drafter.fc.weight.grad.any()

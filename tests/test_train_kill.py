@@ -1,0 +1,282 @@
+"""train_drafter.py killed at any moment: what is resumed equals a run that nobody disturbed, bit for bit."""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tqdm import tqdm
+
+from common.drafter import load_drafter
+from common.files import TEMPORARY
+from tests import tiny
+from tests.scripts import call
+
+OFTEN = ("--draft-vocab", "full", "--batch-tokens", 1, "--epochs", 9, "--save-every", 1, "--eval-every", 2)  # a sample a step
+TIMES = {"seconds", "seconds_left", "waited", "waiting", "tokens_per_second", "command"}
+OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "shutil.rmtree"}
+
+# Each run is a process of its own, forked from one that has imported everything and done nothing else: a start takes no second.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["train_drafter", "transformers.models.llama.modeling_llama", "tests.test_train_kill"])
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kill")
+    tiny.make_target(folder / "target")
+    tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(14)])
+    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
+         "--regenerate", "--max-new-tokens", 12, "--dtype", "float32", "--heldout", 0.2)
+    call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", 100, "--out", folder / "map")
+    return folder
+
+
+def _train(arguments, log, out, fatal, operations):
+    """One run, its words in the file `log`. From its first step on it numbers its file operations in `out`; at number `fatal` it is
+    killed with SIGKILL before it does it, or else all are listed in the file `operations`."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own one, of several processes, would outlive a kill
+    seen = []
+
+    def watch(event, values):
+        writes = event == "open" and str(values[0]).startswith(out) and str(values[1])[:1] in "wax" or "+" in str(values[1:2])
+        if not (writes or event in OPERATIONS) or not (seen or "metrics.jsonl" in str(values[0])):
+            return
+        if len(seen) == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen.append(f"{event} {values[1] if event == 'os.rename' else values[0]}")  # a rename by what it makes
+
+    if fatal is not None or operations:
+        sys.addaudithook(watch)
+    call("train_drafter", *arguments)
+    if operations:
+        names, seen = list(seen), ["done"]
+        with open(operations, "w") as file:
+            json.dump(names, file)
+
+
+class Run:
+    """A training command into `out`, started as often as it takes."""
+
+    def __init__(self, work, out, *more):
+        self.out, self.log = out, out.with_suffix(".log")
+        self.arguments = ["--shards", work / "shards", "--target", work / "target", "--out", out, "--ttt-steps", 2, "--lr", 3e-3, *more]
+
+    def start(self, fatal=None, operations=None):
+        self.log.unlink(missing_ok=True)
+        process = PROCESSES.Process(target=_train, args=(["--resume", *map(str, self.arguments)], str(self.log), str(self.out), fatal,
+                                                         operations and str(operations)))
+        process.start()
+        return process
+
+    def finish(self):
+        process = self.start()
+        process.join(120)
+        assert process.exitcode == 0, self.log.read_text()[-2000:]
+        return self
+
+    def resumed_from(self):
+        """The step that it says it goes on after, None while it says nothing."""
+        found = re.search(r"going on after step (\d+)", self.log.read_text() if self.log.exists() else "")
+        return found and int(found[1])
+
+    def killed(self, fatal):
+        process = self.start(fatal)
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL, f"{process.exitcode}, not killed: {self.log.read_text()[-2000:]}"
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def content(out):
+    """All files of a run by name: JSON without what the clock and the command line give, everything else byte for byte."""
+    found = {}
+    for path in sorted(path for path in out.rglob("*") if path.is_file()):
+        if path.suffix == ".json":
+            value = without_times(json.loads(path.read_text()))
+        elif path.suffix == ".jsonl":
+            value = [without_times(json.loads(line)) for line in path.read_text().splitlines()]
+        else:
+            value = path.read_bytes()
+        found[str(path.relative_to(out))] = value
+    return found
+
+
+def assert_equal_runs(out, straight):
+    ours, theirs = content(out), content(straight)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+    assert folders(out) == folders(straight)
+
+
+def folders(out):
+    return sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_dir())
+
+
+def step_folders(out):
+    return sorted(path for path in (out / "checkpoints").glob("*") if not TEMPORARY.match(path.name))
+
+
+def what_is_there(out, whole):
+    """(the step to go on from, was it killed in a save) after a kill; the newest checkpoint, and the drafter in `out`, must be whole.
+
+    whole: names of the files of a checkpoint.
+    """
+    inside = {folder: {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} for folder in step_folders(out)}
+    last = 0
+    for folder, files in inside.items():
+        if folder == max(inside):
+            assert files >= whole, f"the newest checkpoint {folder} lacks {whole - files}"
+        if files >= whole:
+            load_drafter(folder)
+            assert all(load_file(path) for path in folder.rglob("*.safetensors"))
+            last = json.loads((folder / "state" / "progress.json").read_text())["step"]
+            assert folder.name == f"step-{last:06d}"
+    if (out / "model.safetensors").exists() and (out / "config.json").exists():
+        load_drafter(out)
+    strays = [path for path in out.rglob("*") if TEMPORARY.match(path.name)]
+    return last, bool(strays) or any(not files >= whole for files in inside.values())
+
+
+def renamed(operations, step):
+    """Number of the operation that gave the checkpoint of `step` its name."""
+    return next(i for i, line in enumerate(operations) if line.startswith("os.rename") and line.endswith(f"step-{step:06d}"))
+
+
+@pytest.fixture(scope="module")
+def straight(work, tmp_path_factory):
+    """Ten steps that nobody disturbs, saved at each; and the names of a checkpoint's files."""
+    run = Run(work, tmp_path_factory.mktemp("straight") / "out", *OFTEN, "--max-steps", 10).finish()
+    folder = step_folders(run.out)[-1]
+    return run.out, {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("more", [
+    ["--draft-vocab", "full"],
+    ["--draft-vocab", 100, "--vocab-map", "MAP", "--mixed-precision", "bf16"],
+    ["--draft-vocab", "full", "--gradient-accumulation-steps", 3, "--batch-tokens", 150],
+    ["--draft-vocab", 100, "--vocab-map", "MAP", "--freeze-lm-head", "--weight-decay", 0.1],
+], ids=["fp32", "bf16", "accumulation", "frozen_head"])
+def test_five_steps_a_kill_and_five_more_equal_ten(work, tmp_path, more):
+    """Every file: weights, moments, counters, best so far, export, and each step's metrics, thus the order of the samples."""
+    arguments = ["--batch-tokens", 60, "--epochs", 9, "--max-steps", 10, "--save-every", 5, "--eval-every", 3, "--keep", 3,
+                 *(work / "map" if word == "MAP" else word for word in more)]
+    straight = Run(work, tmp_path / "straight", *arguments)
+    process = straight.start(operations=tmp_path / "operations.json")
+    process.join(120)
+    assert process.exitcode == 0, straight.log.read_text()[-2000:]
+    operations = json.loads((tmp_path / "operations.json").read_text())
+    saved = renamed(operations, 5)
+    later = [i for i, line in enumerate(operations) if i > saved and line.startswith("open") and "metrics.jsonl" in line]
+    run = Run(work, tmp_path / "out", *arguments)
+    run.killed(later[1])  # steps 6 and 7 are computed, 6 is logged
+    assert [folder.name for folder in step_folders(run.out)] == ["step-000005"]
+    run.finish()
+    assert run.resumed_from() == 5
+    assert_equal_runs(run.out, straight.out)
+
+
+def kill_at_random(work, straight, whole, out, kills, seed, steps):
+    """Kills `kills` times, within two steps of a start or (one in six) before its first one; returns how many hit a save. Then the run
+    is left to end, as `straight` did."""
+    run = Run(work, out, *OFTEN, "--max-steps", steps)
+    generator = random.Random(seed)
+    last = in_save = 0
+    for number in range(kills):
+        process = run.start()
+        early, wanted = generator.random() < 1 / 6, last + 1 + generator.randint(0, 1)
+
+        def reached(step=wanted, begun=last):  # the step is logged, by this start
+            path = out / "metrics.jsonl"
+            return path.exists() and (run.resumed_from() or not begun) and f'"step": {step},' in path.read_text()
+
+        deadline = time.monotonic() + 60
+        while not early and not reached() and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(generator.random() * (0.5 if early else 0.05))
+        process.kill()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL, f"kill {number}: exit code {process.exitcode}, {run.log.read_text()[-2000:]}"
+        assert run.resumed_from() in (last or None, None), f"kill {number}: {last} was the last whole checkpoint"
+        last, hit = what_is_there(out, whole)
+        in_save += hit
+    run.finish()
+    assert run.resumed_from() == (last or None)
+    assert_equal_runs(out, straight)
+    return in_save
+
+
+def test_killed_at_random_moments(work, straight, tmp_path):
+    out, whole = straight
+    in_save = kill_at_random(work, out, whole, tmp_path / "out", 3, time.time_ns(), 10)
+    print(f"{in_save} of 3 kills landed in a save")
+
+
+@pytest.mark.slow
+def test_killed_at_30_random_moments(work, straight, tmp_path):
+    _, whole = straight
+    seed = time.time_ns()
+    print(f"seed {seed}")
+    longer = Run(work, tmp_path / "longer", *OFTEN, "--max-steps", 90).finish()
+    in_save = kill_at_random(work, longer.out, whole, tmp_path / "out", 30, seed, 90)
+    print(f"{in_save} of 30 kills landed in a save")
+    assert in_save >= 5
+
+
+def kill_at_operations(work, straight, whole, folder, choose):
+    """A kill before each of the chosen file operations of steps 4 and 5 (each removes the oldest checkpoint, and one exports what is the
+    best so far), always of a new run, which is then resumed and ends as `straight` did."""
+    run = Run(work, folder / "out", *OFTEN, "--max-steps", 10)
+    process = run.start(operations=folder / "operations.json")
+    process.join(120)
+    operations = json.loads((folder / "operations.json").read_text())
+    numbers = choose(range(renamed(operations, 3) + 1, renamed(operations, 5) + 5))
+    for number in numbers:
+        shutil.rmtree(run.out)
+        run.killed(number)
+        last, _ = what_is_there(run.out, whole)
+        run.finish()
+        assert run.resumed_from() == (last or None), operations[number]
+        try:
+            assert_equal_runs(run.out, straight)
+        except AssertionError as error:
+            raise AssertionError(f"killed before {operations[number]}") from error
+    return len(numbers)
+
+
+def test_killed_at_some_file_operations_of_a_save(work, straight, tmp_path):
+    kill_at_operations(work, *straight, tmp_path, lambda numbers: random.Random(time.time_ns()).sample(list(numbers), 3))
+
+
+@pytest.mark.slow
+def test_killed_at_every_file_operation_of_two_saves(work, straight, tmp_path):
+    count = kill_at_operations(work, *straight, tmp_path, list)
+    print(f"{count} file operations")
+    assert count > 30
+
+
+def test_a_start_from_a_checkpoint_that_is_killed_measures_it_once(work, straight, tmp_path):
+    """The record of step 0 stands before any checkpoint; the next start writes it again, not twice."""
+    arguments = ("--draft-vocab", "full", "--batch-tokens", 60, "--max-steps", 2, "--init", "checkpoint", "--checkpoint", straight[0])
+    run = Run(work, tmp_path / "out", *arguments)
+    run.killed(2)
+    run.finish()
+    records = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "heldout" in record] == [0, 1, 2]

@@ -1,0 +1,258 @@
+"""Training on two processes (gloo), replicated and sharded, against one; order of samples; logs and plots; whose files are removed."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+import common.checkpoint
+import common.cli
+import common.ttt
+import train_drafter
+from common.cli import Progress, UserError
+from common.target import Target
+from tests import tiny
+from tests.scripts import call
+
+# Forked from a process that has imported everything and done nothing else: a start takes no second.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["train_drafter", "transformers.models.llama.modeling_llama", "tests.test_train_parallel"])
+# Batches of one to three samples leave a process with fewer micro-batches than the other, or with nothing to learn from.
+ARGUMENTS = ("--ttt-steps", 2, "--lr", 3e-3, "--batch-tokens", 60, "--gradient-accumulation-steps", 2, "--max-steps", 6,
+             "--max-grad-norm", 1e-2, "--eval-every", 2, "--save-every", 3, "--optimizer", "adamw")
+STATE = "checkpoints/step-000006/state"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A tiny target, shards of its own answers, a map of 101 ids, which two processes cannot share evenly, and a run of one process."""
+    folder = tmp_path_factory.mktemp("parallel")
+    tiny.make_target(folder / "target")
+    tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(24)])
+    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
+         "--regenerate", "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.2)
+    call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", 101, "--out", folder / "map")
+    train(folder, folder / "one")
+    return folder
+
+
+def train(work, out, *more):
+    return call("train_drafter", "--shards", work / "shards", "--target", work / "target", "--out", out, "--draft-vocab", 101,
+                "--vocab-map", work / "map", *ARGUMENTS, *more)
+
+
+def train_apart(processes, work, out, *more, sharded=False):
+    """The same on processes of their own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launched = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true",
+                "ACCELERATE_USE_FSDP": str(sharded).lower()}
+    answers = PROCESSES.Queue()
+    started = [PROCESSES.Process(target=_process, args=(rank, launched, answers, work, out, more)) for rank in range(processes)]
+    for process in started:
+        process.start()
+    summaries = [answers.get(timeout=120) for _ in started]
+    for process in started:
+        process.join()
+    assert all(summary["processes"] == processes for summary in summaries), summaries
+    assert len({json.dumps(summary["accept_length"]) for summary in summaries}) == 1
+    assert all((summary["largest_share"] < 0.51) == (sharded and processes == 2) for summary in summaries)
+
+
+def _process(rank, launched, answers, work, out, more):
+    os.environ.update({key: str(value) for key, value in {**launched, "RANK": rank, "LOCAL_RANK": rank}.items()})
+    common.cli.RANK = common.checkpoint.RANK = rank
+    torch.set_num_threads(1)
+    shares, gather = [], train_drafter.gather
+
+    def watch(tensors, keep):  # what this process holds of each weight and moment
+        shares.extend((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() / tensor.numel()
+                      for name, tensor in tensors.items() if not name.startswith("step/"))
+        return gather(tensors, keep)
+
+    train_drafter.gather = watch
+    try:
+        answers.put({**train(work, out, *more), "largest_share": max(shares)})
+    except BaseException as error:
+        answers.put({"processes": 0, "error": repr(error)})
+        raise
+    torch.distributed.destroy_process_group() if torch.distributed.is_initialized() else None
+
+
+@pytest.fixture(scope="module")
+def sharded(work):
+    train_apart(2, work, work / "sharded", sharded=True)
+    return work / "sharded"
+
+
+def records(out, heldout=False):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if ("heldout" in line) == heldout]
+
+
+def check_alike(ours, theirs):
+    """Losses, gradient norms and held-out figures of two runs, their drafters and states: equal but for rounding."""
+    for a, b in zip(records(ours), records(theirs), strict=True):
+        assert a["grad_norm"] > 0.02  # clipped at every step
+        for key in ("loss", "grad_norm", "lr", "depth_losses", "tokens"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+    for a, b in zip(records(ours, heldout=True), records(theirs, heldout=True), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert all(a[key] == b[key] for key in ("step", "accept_length", "acceptance", "coverage"))
+    for file in ("model.safetensors", f"{STATE}/weights.safetensors", f"{STATE}/optimizer.safetensors"):
+        a, b = load_file(ours / file), load_file(theirs / file)
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name].shape == b[name].shape and a[name].dtype == b[name].dtype
+            assert torch.allclose(a[name].double(), b[name].double(), atol=1e-3), f"{file}: {name}"
+
+
+def test_two_processes_learn_what_one_learns(work, tmp_path):
+    train_apart(2, work, tmp_path / "two")
+    check_alike(tmp_path / "two", work / "one")
+
+
+def test_sharded_weights_learn_the_same(work, sharded):
+    check_alike(sharded, work / "one")
+
+
+def test_muon_on_sharded_matrices_learns_the_same(work, tmp_path):
+    """To the rounding of Muon's own products, which are in bfloat16; the momentum is sharded, too."""
+    train(work, tmp_path / "one", "--optimizer", "muon")
+    train_apart(2, work, tmp_path / "two", "--optimizer", "muon", sharded=True)
+    for a, b in zip(records(tmp_path / "two"), records(tmp_path / "one"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-3) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
+    stored = load_file(tmp_path / "two" / STATE / "optimizer.safetensors")
+    assert "momentum_buffer/fc.weight" in stored and "exp_avg/lm_head.weight" in stored and "exp_avg/fc.weight" not in stored
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_sharded_run_is_resumed_in_any_number_of_processes(work, sharded, tmp_path, processes):
+    """From step 3 of 6; in the same number bit for bit."""
+    shutil.copytree(sharded, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-000006")
+    train_apart(processes, work, tmp_path / "out", "--resume", sharded=True)
+    check_alike(tmp_path / "out", sharded)
+    if processes == 2:
+        assert [record["loss"] for record in records(tmp_path / "out")] == [record["loss"] for record in records(sharded)]
+        for file in ("weights.safetensors", "optimizer.safetensors"):
+            ours, theirs = load_file(tmp_path / "out" / STATE / file), load_file(sharded / STATE / file)
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_sharded_in_bfloat16_with_a_frozen_head(work, tmp_path):
+    more = ("--mixed-precision", "bf16", "--freeze-lm-head", "--max-steps", 2)
+    train_apart(2, work, tmp_path / "two", *more, sharded=True)
+    train_apart(1, work, tmp_path / "one", *more)
+    for ours, theirs in zip(records(tmp_path / "two"), records(tmp_path / "one"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2) and ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors")["lm_head.weight"] for name in ("two", "one"))
+    assert torch.equal(ours, theirs)
+
+
+def test_gradient_checkpointing_changes_no_bit(work, tmp_path, monkeypatch):
+    calls, checkpoint = [], common.ttt.checkpoint
+    monkeypatch.setattr("common.ttt.checkpoint", lambda *inputs, **settings: calls.append(inputs) or checkpoint(*inputs, **settings))
+    train(work, tmp_path / "out", "--gradient-checkpointing")
+    assert len(calls) >= 12  # of every depth of every step
+    ours, theirs = (load_file(out / STATE / "weights.safetensors") for out in (tmp_path / "out", work / "one"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("max_steps", [None, 1, 30])
+def test_steps_take_samples_in_a_random_order_up_to_the_size(max_steps):
+    """Against one loop over the samples: a step ends before the sample of which less than half would fit."""
+    lengths, samples = np.random.default_rng(3).integers(3, 400, 500), np.arange(0, 500, 2)
+    args = SimpleNamespace(epochs=3, seed=5, batch_tokens=700, max_steps=max_steps)
+    wanted = []
+    for epoch in range(3):
+        order, tokens = np.random.default_rng([5, epoch]).permutation(samples), 0
+        assert sorted(order) == list(samples) and list(order) != list(samples)
+        for sample in order:
+            if not tokens or tokens + lengths[sample] / 2 > 700:
+                wanted.append([])
+                tokens = 0
+            wanted[-1].append(sample)
+            tokens += lengths[sample]
+    order, ends = train_drafter.plan_steps(lengths, samples, args)
+    assert [list(order[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True)] == wanted[:max_steps]
+    args = SimpleNamespace(epochs=1, seed=0, batch_tokens=10, max_steps=None)
+    assert list(train_drafter.plan_steps(np.array([900, 5, 900]), np.arange(3), args)[1]) == [0, 1, 2, 3]  # longer than a step
+
+
+def test_only_the_runs_own_files_are_removed(work, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(work / "one", out)
+    places = [out / "notes.txt", out / ".notes.tmp-1", out / "checkpoints" / "notes.txt", out / "checkpoints" / "step-000003" / "notes.txt",
+              out / "checkpoints" / "step-000003" / "state" / "notes.txt", out / "checkpoints" / "step-000001" / "notes.txt",
+              out / "checkpoints" / "step-mine" / "notes.txt", out / "checkpoints" / "step-000002-mine" / "model.safetensors"]
+    shutil.copytree(out / "checkpoints" / "step-000003", out / "checkpoints" / "step-000003-mine")
+    for place in places:
+        place.parent.mkdir(exist_ok=True)
+        place.write_text("mine")
+    (out / "checkpoints" / "step-000006" / "state" / "optimizer.safetensors").write_bytes(b"cut")
+    train(work, out, "--resume", "--keep", 1)
+    assert all(place.read_text() == "mine" for place in places)
+    assert (out / "checkpoints" / "step-000003-mine" / "state" / "progress.json").exists()
+    assert sorted(path.name for path in (out / "checkpoints" / "step-000003").rglob("*")) == ["notes.txt", "notes.txt", "state"]
+    assert [path for path in (out / "checkpoints").glob("step-000006.damaged-*")]
+    assert load_file(out / STATE / "optimizer.safetensors").keys() == load_file(work / "one" / STATE / "optimizer.safetensors").keys()
+
+
+def test_best_checkpoint_is_the_one_of_the_best_held_out_accept_length(work):
+    summary_step = json.loads((work / "one" / STATE / "progress.json").read_text())["best"]["step"]
+    lengths = {record["step"]: record["accept_length"] for record in records(work / "one", heldout=True)}
+    assert lengths[summary_step] == max(lengths.values()) and summary_step == max(s for s in lengths if lengths[s] == max(lengths.values()))
+    assert json.loads((work / "one" / "config.json").read_text())["training"]["steps"] == summary_step
+
+
+def test_curves_reach_tensorboard_and_the_plot(work, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    train(work, tmp_path / "out", "--log-with", "tensorboard", "--plot", tmp_path / "curves.png")
+    events = EventAccumulator(str(next((tmp_path / "out").rglob("events.out*")).parent)).Reload()
+    assert {f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens_per_second", "seconds_left", "depth_losses/1",
+                                         "depth_losses/2")} <= set(events.Tags()["scalars"])
+    curve = [(event.step, event.value) for event in events.Scalars("heldout/accept_length")]
+    assert curve == [(record["step"], pytest.approx(record["accept_length"])) for record in records(tmp_path / "out", heldout=True)]
+    assert [event.value for event in events.Scalars("heldout/acceptance/2")] == [
+        pytest.approx(record["acceptance"][1]) for record in records(tmp_path / "out", heldout=True) if record["acceptance"][1] is not None]
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_plot_that_cannot_be_drawn_is_refused_before_training(work, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="in a folder that exists"):
+        train(work, tmp_path / "out", "--plot", tmp_path / "nowhere" / "curves.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        train(work, tmp_path / "out", "--plot", tmp_path / "curves.png")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_targets_tensors_are_read_once_and_a_refused_resume_says_nothing_else(work, tmp_path, monkeypatch, capfd):
+    read, tensor = [], Target.tensor
+    monkeypatch.setattr(Target, "tensor", lambda self, name: read.append(name) or tensor(self, name))
+    train(work, tmp_path / "out", "--max-steps", 1)
+    assert read.count("lm_head.weight") == 1 and read.count("model.embed_tokens.weight") == 1
+    capfd.readouterr()
+    with pytest.raises(UserError, match="lr is 0.5 now"):
+        train(work, tmp_path / "out", "--max-steps", 1, "--resume", "--lr", 0.5)
+    assert "vocabulary" not in capfd.readouterr().err
+
+
+def test_time_left_counts_from_where_a_run_was_resumed(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("common.cli.time.monotonic", lambda: now[0])
+    bar = Progress(100, "steps", "train", done=80)
+    now[0] = 10.0
+    bar.update(5)
+    assert bar.seconds_left() == pytest.approx(30.0)
