@@ -50,8 +50,8 @@ def parse_args():
     add("--init-layer", choices=["target", "random"], default="target", help="with --init scratch, how the layer starts; default target: "
         "as the target's last decoder layer and final norm, where they fit, which learns faster than random")
     add("--checkpoint", metavar="DIR", help="drafter folder for --init checkpoint")
-    add("--ttt-steps", type=positive_int, default=7, help="depth of training-time test; default 7, as in EAGLE-3. 3 costs less than half "
-        "and is enough when serving drafts 3 tokens")
+    add("--ttt-steps", type=positive_int, default=3, help="depth of training-time test; default 3, for serving with 3 drafts: deeper costs "
+        "more and served those 3 worse. Take the number of drafts that you serve with; EAGLE-3 trains 7")
     add("--epochs", type=positive_int, default=2, help="passes over the samples; default 2: on few samples the "
         "held-out accept length still grows in the second")
     add("--max-steps", type=positive_int, help="stop after so many optimizer steps; default: all epochs")
@@ -59,6 +59,7 @@ def parse_args():
         "it, and AdamW's best rate falls as models get wider (3e-4 at 4096)")
     add("--optimizer", choices=["muon", "adamw"], default="muon", help="default muon, for the layer's matrices (AdamW for lm_head and "
         "norms): it learns more from the same steps than AdamW for all; its cost does not grow with the batch")
+    add("--muon-lr", type=in_range(0), default=0.02, help="peak rate of muon; default 0.02, the usual one whatever the width")
     add("--warmup", type=in_range(0, 1, low_too=True), default=0.03, help="share of the steps with a rising rate, "
         "then cosine to zero; default 0.03, enough for AdamW's moments to settle")
     add("--weight-decay", type=in_range(0, low_too=True), default=0.0, help="default 0, as the runs are short")
@@ -227,8 +228,8 @@ def main():
     by_adamw = lm_head if args.optimizer == "muon" else lm_head + matrices
     optimizers = [torch.optim.AdamW([{"params": by_adamw, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
                                     lr=args.lr, betas=(0.9, 0.95), fused=True)]
-    if args.optimizer == "muon":  # its updates are scaled to the size of AdamW's, so that one rate serves both
-        optimizers.append(torch.optim.Muon(matrices, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"))
+    if args.optimizer == "muon":
+        optimizers.append(torch.optim.Muon(matrices, lr=args.muon_lr, weight_decay=args.weight_decay, adjust_lr_fn="original"))
     restore_moments(optimizers, parameters, moments)
 
     training_block = {
@@ -319,9 +320,10 @@ def main():
             upcoming = loader.submit(load_step, step + 1)
         chosen = order[ends[step] : ends[step + 1]]
         labels = max(int(shards.index[chosen, 5].sum()), 1)
-        rate = args.lr * schedule(step, steps, args.warmup)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = rate
+        share = schedule(step, steps, args.warmup)
+        for optimizer, peak in zip(optimizers, (args.lr, args.muon_lr), strict=False):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * share
         figures = torch.zeros(1 + 2 * args.ttt_steps, device=device)  # loss, cross entropy sums, rows
         for number, batch in enumerate(batches):
             together = sharded or number == len(batches) - 1
@@ -348,8 +350,9 @@ def main():
         bar.update(1, f"loss {figures[0]:.3f}, {progress['tokens'] / progress['seconds']:.0f} tokens/s"
                       f"{f', accept length {best:.3f}' if best else ''}")
         log({"step": step + 1, "epoch": int(ends[step]) // len(train_samples), "loss": figures[0], "depth_losses": depth_losses,
-             "lr": rate, "grad_norm": norm.item(), "tokens": tokens, "tokens_per_second": progress["tokens"] / progress["seconds"],
-             "waiting": progress["waited"] / progress["seconds"], "seconds_left": bar.seconds_left()})
+             "lr": args.lr * share, "grad_norm": norm.item(), "tokens": tokens,
+             "tokens_per_second": progress["tokens"] / progress["seconds"], "waiting": progress["waited"] / progress["seconds"],
+             "seconds_left": bar.seconds_left()})
 
         moment = time.monotonic()
         final = step + 1 == steps
