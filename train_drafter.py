@@ -69,15 +69,16 @@ def parse_args():
     add("--batch-tokens", type=positive_int, help="tokens per optimizer step over all processes and accumulation steps; default 8192, or "
         "less (down to 512) where that would be fewer than 500 steps: little data wants many small steps")
     add("--gradient-accumulation-steps", type=positive_int, default=1, help="default 1; more saves memory and changes nothing else")
-    add("--gradient-checkpointing", action="store_true", help="compute the MLP of every depth again in the backward pass: about a third "
-        "of the activations' memory for an eighth more time. Try --gradient-accumulation-steps first, which costs nothing")
+    add("--gradient-checkpointing", action="store_true", help="compute the MLP of every depth again in the backward pass: half of the "
+        "kept tensors for a sixth more time. Try --gradient-accumulation-steps first, which costs nothing")
     add("--loss", choices=["kl", "lk", "lk-log"], default="kl", help="default kl: cross entropy against the target's distribution over the "
         "draft rows. lk (kl that gives way to the acceptance itself) and lk-log (log of the acceptance) are those of arXiv 2602.23881, and "
         "cost more")
     add("--freeze-lm-head", action="store_true", help="keep the lm_head as it starts; saves the gradient and the moments of its rows")
     add("--mixed-precision", choices=["no", "bf16"], help="default: what accelerate's configuration says, else no. bf16 computes in "
         "bfloat16; weights and moments stay float32")
-    add("--eval-shards", metavar="DIR", help="measure on all samples of this folder; default: the samples of --shards that were set aside")
+    add("--eval-shards", metavar="DIR", help="measure on all samples of this folder, and train on all of --shards; default: the samples "
+        "of --shards that were set aside")
     add("--eval-every", type=positive_int, help="steps between measurements of the held-out accept length; default: a tenth of the run")
     add("--eval-samples", type=positive_int, default=256, help="at most so many held-out samples; default 256, to keep measuring cheap")
     add("--eval-steps", type=positive_int, default=3, help="drafts per verification in the simulated accept length; default 3, as big "
@@ -180,15 +181,20 @@ def main():
     say(f"draft vocabulary: {draft_vocab} of {target.vocab_size} rows{' (full, no map)' if map_rows is None else ''}, lm_head "
         f"{head_parameters / 1e6:.1f} M parameters beside {layer_parameters / 1e6:.1f} M in the layer; it covers {covered:.2%} of the "
         f"supervised tokens that are trained on{f' and {unseen:.2%} of the held-out ones' if unseen else ''}")
-    say(f"training {trainable / 1e6:.1f} M parameters (the embedding is the target's, frozen) for {steps} steps of about "
-        f"{args.batch_tokens} tokens at a rate of up to {args.lr:.2g}, depth {args.ttt_steps}, {len(train_samples)} samples, "
+    frozen = "the embedding is the target's, frozen" + (", the lm_head stays as it is" if args.freeze_lm_head else "")
+    tokens = int(shards.index[order[: ends[-1]], 2].sum())
+    say(f"training {trainable / 1e6:.1f} M parameters ({frozen}) for {steps} steps of about {tokens / steps:.0f} tokens "
+        f"by {args.optimizer} at a rate of up to {args.lr:.2g}, depth {args.ttt_steps}, {len(train_samples)} samples, "
         f"{len(eval_samples)} held out")
-    if steps < 100:
+    if steps < 100 and steps != args.max_steps:
         say(f"warning: {steps} steps are few; a smaller --batch-tokens or more --epochs gives more")
+    if evaluation is not shards and evaluation.sha256 == shards.sha256:
+        warnings.append(f"--eval-shards {args.eval_shards} are the shards that are trained on: held-out figures are of what was learnt")
+        say(f"warning: {warnings[-1]}")
     if args.dry_run:
         state = trainable * 4 * 4 + (target.vocab_size + draft_vocab) * target.hidden_size * 4
         say(f"weights, gradients, moments, embedding and teacher need about {human_bytes(state)} in each process, the batches beside them")
-        return {"steps": steps, "epochs": epochs, "tokens": int(shards.index[order[: ends[-1]], 2].sum()),
+        return {"steps": steps, "epochs": epochs, "tokens": tokens,
                 "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "memory_bytes": state, "dry_run": True,
                 "batch_tokens": args.batch_tokens, "lr": args.lr, "out": str(out)}
 
@@ -259,8 +265,8 @@ def main():
         length, acceptance = accept_figures(reached, accepted)
         record = {"step": progress["step"], "accept_length": length, "acceptance": acceptance, "loss": loss, "coverage": unseen}
         log({**record, "heldout": True})
-        loss = "" if progress["loss"] is None else f"loss {progress['loss']:.3f}, "
-        say(f"step {record['step']}: {loss}held-out accept length {'not measured' if length is None else f'{length:.3f}'}")
+        figures = "not measured" if length is None else f"{length:.3f}, loss {loss:.3f}"
+        say(f"step {record['step']}: held-out accept length {figures}")
         return record
 
     def export(folder, weights):
@@ -305,7 +311,8 @@ def main():
         return batches
 
     if args.init == "checkpoint" and not progress["step"]:
-        progress["last"] = measure()  # what the checkpoint is worth here
+        progress["best"] = progress["last"] = measure()  # what the checkpoint is worth here
+        store(best=True, checkpoint=False)
     bar = Progress(steps, "steps", "train", done=progress["step"])
     loader = ThreadPoolExecutor(1)
     start, spent_before = time.monotonic(), progress["seconds"]
@@ -348,7 +355,7 @@ def main():
         best = progress["best"] and progress["best"]["accept_length"]
         depth_losses = [s / max(r, 1) for s, r in zip(figures[1 : 1 + args.ttt_steps], figures[1 + args.ttt_steps :], strict=True)]
         bar.update(1, f"loss {figures[0]:.3f}, {progress['tokens'] / progress['seconds']:.0f} tokens/s"
-                      f"{f', accept length {best:.3f}' if best else ''}")
+                      f"{f', best accept length {best:.3f}' if best else ''}")
         log({"step": step + 1, "epoch": int(ends[step]) // len(train_samples), "loss": figures[0], "depth_losses": depth_losses,
              "lr": args.lr * share, "grad_norm": norm.item(), "tokens": tokens,
              "tokens_per_second": progress["tokens"] / progress["seconds"], "waiting": progress["waited"] / progress["seconds"],
@@ -380,6 +387,9 @@ def main():
     best = progress["best"]
     length = best["accept_length"]
     say(f"{out} is the drafter of step {best['step']}, " + (f"held-out accept length {length:.3f}" if length else "no sample was held out"))
+    if best["step"] == 0:
+        training_block["warnings"].append("no step was better than the checkpoint that it began from; lower --lr and --muon-lr")
+        say(f"warning: {training_block['warnings'][-1]}")
     return {
         "steps": progress["step"], "epochs": epochs, "tokens": progress["tokens"], "loss": progress["loss"],
         "accept_length": best["accept_length"], "acceptance": best["acceptance"], "best_step": best["step"],
@@ -430,4 +440,4 @@ def schedule(step, steps, warmup):
 
 
 if __name__ == "__main__":
-    run(main, interrupted="the same command with --resume goes on from the last checkpoint")
+    run(main, interrupted="the same command with --resume goes on from the last checkpoint, or begins again where there is none yet")

@@ -234,6 +234,7 @@ def plot_training(path, records):
     rate.set(ylabel="learning rate", xlabel="step")
     for axes in (loss, length, acceptance, rate):
         axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
     replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 

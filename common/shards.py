@@ -58,7 +58,7 @@ class Shards:
     def __init__(self, folder):
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise UserError(f"--shards {folder} is no folder; extract_hidden_states.py makes one")
+            raise UserError(f"{folder} is no folder of shards; extract_hidden_states.py makes one")
         if not (self.folder / MANIFEST).exists():
             raise UserError(f"{folder} holds no {MANIFEST}; give a folder that extract_hidden_states.py made")
         self.manifest = read_manifest(self.folder)

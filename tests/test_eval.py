@@ -175,7 +175,7 @@ def test_shards_are_simulated_without_a_target_and_asked_as_prompts(folder, tmp_
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     other = make_drafter(tmp_path / "other", target, layers=[1, 3, 6])
     refused(monkeypatch, ("--drafter", other, "--shards", tmp_path / "shards"), "[2, 4, 5]", "[1, 3, 6]")
-    refused(monkeypatch, ("--drafter", path, "--shards", tmp_path / "none"), "none is no folder")
+    refused(monkeypatch, ("--drafter", path, "--shards", tmp_path / "none"), "none is no folder of shards")
     refused(monkeypatch, ("--drafter", path, "--shards", tmp_path / "shards", "--out", tmp_path / "x"), "--out", "--prompts")
     manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text()) | {"tokenizer_sha256": "another"}
     (tmp_path / "shards" / "manifest.json").write_text(json.dumps(manifest))

@@ -185,6 +185,15 @@ def test_checkpoint_starts_from_its_weights_and_its_own_map(work, tmp_path):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(before.state_dict().values(), after.state_dict().values(), strict=True))
 
 
+def test_a_checkpoint_that_no_step_improves_is_what_comes_out(work, tmp_path):
+    train(work, tmp_path / "first", "--draft-vocab", "full", *FAST)
+    summary = train(work, tmp_path / "second", "--draft-vocab", "full", "--init", "checkpoint", "--checkpoint", tmp_path / "first",
+                    "--ttt-steps", 2, "--lr", 10, "--muon-lr", 10, "--max-steps", 2, "--warmup", 0)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert summary["best_step"] == 0 and any("lower --lr" in warning for warning in summary["warnings"])
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "llava_tied"])
 def test_layer_starts_as_the_targets_last_one_where_that_fits(tmp_path, kind):
     target = open_target(tiny.make_target(tmp_path, kind))
