@@ -20,11 +20,21 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common.checkpoint import check_run, gather, load_checkpoint, lock_run, restore_moments, save_checkpoint
-from common.cli import Parser, Progress, UserError, finite, human_bytes, in_range, positive_int, run, say
+from common.checkpoint import (
+    check_run,
+    gather,
+    load_checkpoint,
+    lock_run,
+    not_finite,
+    read_metrics,
+    restore_moments,
+    save_checkpoint,
+)
+from common.cli import Failed, Parser, Progress, UserError, finite, human_bytes, in_range, positive_int, run, say
 from common.drafter import Drafter, drafter_config, save_drafter
 from common.figures import accept_figures, figure_class, plot_training
 from common.files import check_output_folder, sha256_file, write_json
@@ -33,6 +43,8 @@ from common.start import decide_vocabulary, scratch_map, start_from_checkpoint, 
 from common.target import open_target
 from common.training import Teacher, TrainStep, make_batch, simulated
 from common.vocab import coverage, map_sha256, rows_to_d2t
+
+DIVERGED = "training diverged; begin again in another --out with a lower --lr and --muon-lr"
 
 
 def parse_args():
@@ -50,8 +62,9 @@ def parse_args():
     add("--init-layer", choices=["target", "random"], default="target", help="with --init scratch, how the layer starts; default target: "
         "as the target's last decoder layer and final norm, where they fit, which learns faster than random")
     add("--checkpoint", metavar="DIR", help="drafter folder for --init checkpoint")
-    add("--ttt-steps", type=positive_int, default=3, help="depth of training-time test; default 3, for serving with 3 drafts: deeper costs "
-        "more and served those 3 worse. Take the number of drafts that you serve with; EAGLE-3 trains 7")
+    add("--ttt-steps", type=in_range(1, 128, low_too=True, kind=int), default=3, help="depth of training-time test; default 3, for "
+        "serving with 3 drafts: deeper costs more and served those 3 worse. Take the number of drafts that you serve with; EAGLE-3 trains "
+        "7")
     add("--epochs", type=positive_int, default=2, help="passes over the samples; default 2: on few samples the "
         "held-out accept length still grows in the second")
     add("--max-steps", type=positive_int, help="stop after so many optimizer steps; default: all epochs")
@@ -64,10 +77,11 @@ def parse_args():
         "then cosine to zero; default 0.03, enough for AdamW's moments to settle")
     add("--weight-decay", type=in_range(0, low_too=True), default=0.0, help="default 0, as the runs are short")
     add("--max-grad-norm", type=in_range(0), default=0.5, help="gradients are scaled down to this norm; default 0.5, as in EAGLE")
-    add("--depth-decay", type=in_range(0), default=0.8, help="the loss is the sum of the depths' cross entropies, depth k times "
+    add("--depth-decay", type=in_range(0, 2), default=0.8, help="the loss is the sum of the depths' cross entropies, depth k times "
         "this to the power k; default 0.8, as in EAGLE-3")
-    add("--batch-tokens", type=positive_int, help="tokens per optimizer step over all processes and accumulation steps; default 8192, or "
-        "less (down to 512) where that would be fewer than 500 steps: little data wants many small steps")
+    add("--batch-tokens", type=in_range(1, 2**40, low_too=True, kind=int), help="tokens per optimizer step over all processes and "
+        "accumulation steps; default 8192, or less (down to 512) where that would be fewer than 500 steps: little data wants many small "
+        "steps")
     add("--gradient-accumulation-steps", type=positive_int, default=1, help="default 1; more saves memory and changes nothing else")
     add("--gradient-checkpointing", action="store_true", help="compute the MLP of every depth again in the backward pass: half of the "
         "kept tensors for a sixth more time. Try --gradient-accumulation-steps first, which costs nothing")
@@ -81,13 +95,14 @@ def parse_args():
         "of --shards that were set aside")
     add("--eval-every", type=positive_int, help="steps between measurements of the held-out accept length; default: a tenth of the run")
     add("--eval-samples", type=positive_int, default=256, help="at most so many held-out samples; default 256, to keep measuring cheap")
-    add("--eval-steps", type=positive_int, default=3, help="drafts per verification in the simulated accept length; default 3, as big "
-        "models are served")
+    add("--eval-steps", type=in_range(1, 128, low_too=True, kind=int), default=3, help="drafts per verification in the simulated accept "
+        "length; default 3, as big models are served")
     add("--save-every", type=positive_int, help="steps between checkpoints to resume from; default: as --eval-every")
     add("--keep", type=positive_int, default=2, help="how many of this run's last checkpoints stay; default 2, should the last one be "
         "damaged")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, if there is one")
-    add("--seed", type=int, default=0, help="of the order of the samples and the first weights; default 0, so that runs can be repeated")
+    add("--seed", type=in_range(0, 2**63 - 1, low_too=True, kind=int), default=0, help="of the order of the samples and the first "
+        "weights; default 0, so that runs can be repeated")
     add("--log-with", choices=["tensorboard", "wandb", "trackio", "all"], help="also log to this tracker; metrics.jsonl is always written")
     add("--plot", type=Path, metavar="PNG", help="at the end, also plot losses, held-out accept length and acceptance, and learning rate; "
         "default no")
@@ -102,10 +117,10 @@ def main():
     args = parse_args()
     if args.init == "checkpoint" and not args.checkpoint:
         raise UserError("--init checkpoint needs --checkpoint, the folder of the drafter to start from")
-    if args.seed < 0:
-        raise UserError(f"--seed {args.seed} is negative; 0 or more is wanted")
     if args.log_with not in (None, "all") and not find_spec(args.log_with):
         raise UserError(f"--log-with {args.log_with}: it is not installed; pip install {args.log_with}")
+    if args.log_with == "all" and not get_available_trackers():
+        raise UserError("--log-with all: none is installed; pip install tensorboard, or leave --log-with out")
     if args.init == "scratch" and args.checkpoint:
         raise UserError("--checkpoint goes with --init checkpoint; with --init scratch nothing is read from it")
     if args.plot:
@@ -147,7 +162,7 @@ def main():
     every = args.eval_every or max(1, steps // 10)
     save_every = args.save_every or every
 
-    accelerator = Accelerator(mixed_precision=args.mixed_precision, log_with=args.log_with, project_dir=str(out))
+    accelerator = Accelerator(mixed_precision=args.mixed_precision, log_with=args.log_with, project_dir=str(out), dynamo_backend="no")
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UserError(f"mixed precision {accelerator.mixed_precision} is not supported: float16 gradients overflow here; take bf16 or no")
     may_change = ("out", "resume", "dry_run", "log_with", "keep", "save_every", "plot", "gradient_checkpointing")
@@ -176,11 +191,16 @@ def main():
         if args.eval_shards:
             counted, aside = counted + aside, sum(evaluation.supervised_counts(target.vocab_size))
         covered, unseen = coverage(counted, map_rows.numpy()), coverage(aside, map_rows.numpy())
+        if not covered:
+            raise UserError("no supervised token is in the draft vocabulary: the map was counted on other data; make one for these shards")
+        if covered < 0.5 or draft_vocab == 1:
+            warnings.append(f"the draft vocabulary of {draft_vocab} covers {covered:.2%} of the supervised tokens: little can be drafted")
+            say(f"warning: {warnings[-1]}")
     layer_parameters = sum(p.numel() for name, p in drafter.named_parameters() if name != "lm_head.weight")
     head_parameters = draft_vocab * target.hidden_size
     say(f"draft vocabulary: {draft_vocab} of {target.vocab_size} rows{' (full, no map)' if map_rows is None else ''}, lm_head "
         f"{head_parameters / 1e6:.1f} M parameters beside {layer_parameters / 1e6:.1f} M in the layer; it covers {covered:.2%} of the "
-        f"supervised tokens that are trained on{f' and {unseen:.2%} of the held-out ones' if unseen else ''}")
+        f"supervised tokens that are trained on{'' if unseen is None else f' and {unseen:.2%} of the held-out ones'}")
     frozen = "the embedding is the target's, frozen" + (", the lm_head stays as it is" if args.freeze_lm_head else "")
     tokens = int(shards.index[order[: ends[-1]], 2].sum())
     say(f"training {trainable / 1e6:.1f} M parameters ({frozen}) for {steps} steps of about {tokens / steps:.0f} tokens "
@@ -202,6 +222,7 @@ def main():
     if accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
         lock = lock_run(out)  # held as long as it is open
+        check_run(out, settings, args.resume)  # again: another process may have begun a run meanwhile
         if not (out / "run.json").exists():
             write_json(out / "run.json", settings)
     if args.log_with:
@@ -281,6 +302,8 @@ def main():
         moments = {f"{key}/{name}": value for optimizer in optimizers for name, parameter in parameters.items()
                    for key, value in optimizer.state.get(parameter, {}).items()}
         moments = gather(moments, accelerator.is_main_process) if checkpoint else {}
+        if broken := not_finite({**weights, **moments}):
+            raise Failed(f"{broken} is not finite after step {progress['step']}: {DIVERGED}")
         if best and accelerator.is_main_process:
             export(out, weights)
         if checkpoint and accelerator.is_main_process:
@@ -300,7 +323,8 @@ def main():
     def load_step(number):
         """This process's micro-batches of a step, as many as every other's, since all take part in each."""
         chosen = order[ends[number] : ends[number + 1]]
-        parts = share_out(chosen, shards.index[chosen, 2], accelerator.num_processes * args.gradient_accumulation_steps)
+        parts = min(len(chosen), accelerator.num_processes * args.gradient_accumulation_steps)
+        parts = share_out(chosen, shards.index[chosen, 2], parts)
         parts = [part for part in parts if part]
         mine = parts[accelerator.process_index :: accelerator.num_processes]
         if len(mine) * accelerator.num_processes < len(parts):
@@ -337,12 +361,12 @@ def main():
             with nullcontext() if together else accelerator.no_sync(model):
                 with accelerator.autocast():
                     loss, sums, rows = model(batch, accelerator.num_processes / labels)  # gradients are averaged: undone here
-                accelerator.backward(loss)
+                loss.backward()  # not accelerate's, which divides by a number of its own configuration
             figures += torch.cat([loss.detach()[None] / accelerator.num_processes, sums.detach(), rows.to(device)])
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters.values()])
         norm = norm.full_tensor() if sharded else norm
         if not torch.isfinite(norm):
-            raise RuntimeError(f"the gradient of step {step + 1} is not finite (norm {norm}); the last whole checkpoint is untouched")
+            raise Failed(f"the gradient of step {step + 1} is not finite (norm {norm}): {DIVERGED}")
         if norm > args.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), args.max_grad_norm, norm)
         for optimizer in optimizers:
@@ -383,10 +407,14 @@ def main():
     if args.log_with:
         accelerator.end_training()
     if args.plot and accelerator.is_main_process:
-        plot_training(args.plot, [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()])
+        if lines := read_metrics(out):
+            plot_training(args.plot, lines)
+        else:
+            say(f"nothing is plotted: {out / 'metrics.jsonl'} holds no step any more")
     best = progress["best"]
     length = best["accept_length"]
-    say(f"{out} is the drafter of step {best['step']}, " + (f"held-out accept length {length:.3f}" if length else "no sample was held out"))
+    unmeasured = "nothing could be measured on the held-out samples" if len(eval_samples) else "no sample was held out"
+    say(f"{out} is the drafter of step {best['step']}, " + (f"held-out accept length {length:.3f}" if length else unmeasured))
     if best["step"] == 0:
         training_block["warnings"].append("no step was better than the checkpoint that it began from; lower --lr and --muon-lr")
         say(f"warning: {training_block['warnings'][-1]}")
@@ -406,6 +434,8 @@ def plan_steps(lengths, samples, args):
     It depends on the seed and the data alone. lengths: int64 [S] tokens of every sample; samples: those to train on.
     """
     orders, ends, count = [], [0], len(samples)
+    if args.max_steps is None and args.epochs * count > 2 * 10**8:
+        raise UserError(f"--epochs {args.epochs} over {count} samples are too many to plan; give --max-steps as well")
     for epoch in range(args.epochs):
         order = np.random.default_rng([args.seed, epoch]).permutation(samples.astype(np.int32))
         orders.append(order)

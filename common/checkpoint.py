@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from itertools import count
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,8 @@ TEMPORARY = re.compile(r"\.(run\.json|metrics\.jsonl|config\.json|model\.safeten
 
 def check_run(out, settings, resume):
     """Refuse a folder that holds another run, or this one without --resume."""
+    if os.path.lexists(out / "checkpoints") and not (out / "checkpoints").is_dir():
+        raise UserError(f"--out {out}: its checkpoints is no folder; remove it, or give another --out")
     if not (out / "run.json").exists():
         return
     if not resume:
@@ -86,10 +89,7 @@ def save_checkpoint(out, export, weights, moments, progress, keep):
         write_json(state / "progress.json", progress)
 
     (out / "checkpoints").mkdir(exist_ok=True)
-    folder = out / "checkpoints" / f"step-{progress['step']:06d}"
-    if folder.exists():  # damaged, else the run would have gone on from it
-        os.rename(folder, folder.with_name(f"{folder.name}.damaged-{os.getpid()}"))
-    replace_folder(folder, fill)
+    replace_folder(out / "checkpoints" / f"step-{progress['step']:06d}", fill)
     folders = _step_folders(out)
     for old in folders[: folders.index(checkpoints(out)[-keep:][0])]:
         for file in FILES:
@@ -100,35 +100,86 @@ def save_checkpoint(out, export, weights, moments, progress, keep):
 
 
 def load_checkpoint(out, drafter, fresh):
-    """Go on from the last checkpoint that is whole: its weights are loaded into `drafter`, lines logged after it are dropped.
+    """Go on from the last checkpoint that is whole: its weights are loaded into `drafter`, lines logged after it are dropped, and damaged
+    checkpoints after it get a name under which neither --keep nor a later start counts them.
 
-    Returns (counters, {parameter: {key: tensor}} of the optimizer), or (`fresh`, {}) without one.
+    Returns (counters, {parameter: {key: tensor}} of the optimizer), or (`fresh`, {}) without one. Raises UserError when there are damaged
+    ones only, beside a drafter that training from the start would replace.
     """
     progress, moments = fresh, {}
     trainable = [name for name, parameter in drafter.named_parameters() if parameter.requires_grad]
     for folder in reversed(checkpoints(out)):
         try:
-            progress = {**fresh, **read_json(folder / "state" / "progress.json")}
+            progress = _read_progress(folder, fresh)
             weights, stored = (load_file(folder / "state" / f"{name}.safetensors") for name in ("weights", "optimizer"))
             moments = {name: {key.split("/")[0]: stored[key] for key in stored if key.endswith(f"/{name}")} for name in trainable}
             if not all(moments.values()):
-                raise KeyError("moments of a parameter are missing")
+                raise ValueError("moments of a parameter are missing")
+            if broken := not_finite({**weights, **stored}):
+                raise ValueError(f"{broken} is not finite")
+            shapes, wanted = ({name: value.shape for name, value in state.items()} for state in (weights, drafter.state_dict()))
+            if shapes != wanted:
+                raise ValueError("its weights have other names or shapes")  # found before any of them is loaded
             drafter.load_state_dict(weights)
-        except (UserError, OSError, SafetensorError, KeyError, RuntimeError) as error:
-            say(f"{folder} is damaged ({str(error)[:100]}); the one before it is tried")
+        except (UserError, OSError, SafetensorError, ValueError) as error:
+            say(f"{folder} is damaged ({str(error)[:200]}); the one before it is tried")
             progress, moments = fresh, {}
             continue
         say(f"going on after step {progress['step']} of {folder}")
         break
+    later = [folder for folder in _step_folders(out) if _step(folder) > progress["step"]]
+    if later and progress is fresh and (out / "model.safetensors").exists():  # before the first save of a run there is no such folder
+        raise UserError(f"--resume: none of the checkpoints in {out} is whole, and training from the start would replace its drafter; "
+                        f"give another --out, or remove {out / 'model.safetensors'}")
+    if RANK != 0:
+        return progress, moments
+    for folder in later:  # another process that still reads one finds it as damaged when it is gone
+        names = (folder.with_name(f"{folder.name}.damaged-{number}") for number in count(1))
+        os.rename(folder, next(name for name in names if not os.path.lexists(name)))
     metrics = out / "metrics.jsonl"
-    if metrics.exists() and RANK == 0:
+    if metrics.exists():
         kept = []
-        for line in metrics.read_text(encoding="utf-8").split("\n"):
+        for line in metrics.read_text(encoding="utf-8", errors="replace").split("\n"):
             with suppress(ValueError, KeyError, TypeError):  # a line that was cut off when the run was killed
                 if progress is not fresh and json.loads(line)["step"] <= progress["step"]:
                     kept.append(line + "\n")
         replace_file(metrics, lambda path: path.write_text("".join(kept), encoding="utf-8"))
     return progress, moments
+
+
+def _read_progress(folder, fresh):
+    """The counters of a checkpoint, all that `fresh` has. Raises UserError or ValueError where they cannot be those of its folder."""
+    progress = read_json(folder / "state" / "progress.json")
+    if missing := fresh.keys() - progress.keys():
+        raise ValueError(f"progress.json lacks {min(missing)}")
+    if type(progress["step"]) is not int or progress["step"] != _step(folder):
+        raise ValueError(f"progress.json is of step {progress['step']}")
+    for key, value in ((key, progress[key]) for key in fresh):
+        if key in ("last", "best"):  # a measurement, None before the first one
+            right = value is None or isinstance(value, dict) and {"step", "accept_length", "acceptance"} <= value.keys()
+        else:
+            right = type(value) in (int, float) or key == "loss" and value is None
+        if not right:
+            raise ValueError(f"{key} in progress.json is {value}")
+    return progress
+
+
+def not_finite(tensors):
+    """Name of the first tensor with NaN or infinity, or with a norm beyond float32, as after a step far too large; None without one."""
+    return next((name for name, tensor in tensors.items() if not tensor.float().norm().isfinite()), None)
+
+
+def read_metrics(out):
+    """The records of metrics.jsonl that can be plotted: a line that was cut off, or edited so that it lacks something, is left out."""
+    records = []
+    with suppress(FileNotFoundError):
+        for line in (out / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").split("\n"):
+            with suppress(ValueError, TypeError, AttributeError):
+                record = json.loads(line)
+                wanted = {"step", "loss", "accept_length", "acceptance"} if "heldout" in record else {"step", "loss", "lr"}
+                if wanted <= record.keys():
+                    records.append(record)
+    return records
 
 
 def restore_moments(optimizers, parameters, moments):

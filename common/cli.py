@@ -12,10 +12,15 @@ from contextlib import suppress
 from tqdm import tqdm
 
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate launch and torchrun; read before torch starts
+PATIENCE = 10.0  # seconds
 
 
 class UserError(Exception):
     """A mistake in the arguments or the input. Shown as one sentence, exit code 2."""
+
+
+class Failed(Exception):
+    """The work itself went wrong in a way that is understood. Shown as one sentence, exit code 1."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,15 +60,10 @@ def run(main, interrupted="the same command goes on from what is on disk"):
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         result = main()
-    except UserError as error:
-        if RANK == 0:
-            print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+    except (UserError, Failed) as error:
+        _leave(error, 1 if isinstance(error, Failed) else 2)
     except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
-        if RANK == 0:
-            print(f"{os.path.basename(sys.argv[0])}: {error.filename}: {error.strerror}; give a path that can be read and written",
-                  file=sys.stderr, flush=True)
-        sys.exit(2)
+        _leave(f"{error.filename}: {error.strerror}; give a path that can be read and written", 2)
     except KeyboardInterrupt:
         say(f"interrupted; {interrupted}")
         sys.exit(130)
@@ -72,6 +72,14 @@ def run(main, interrupted="the same command goes on from what is on disk"):
         line = json.dumps(finite(summary), ensure_ascii=False) + "\n"
         with suppress(BrokenPipeError):  # whoever was to read it has gone; the work is done
             os.write(stdout, line.encode())
+    sys.exit(code)
+
+
+def _leave(words, code):
+    """Exit with one sentence. It is rank 0's to say: the others leave it time for that, as the first to end has all ended by torchrun."""
+    if RANK != 0:
+        time.sleep(PATIENCE)
+    print(f"{os.path.basename(sys.argv[0])}: {words}", file=sys.stderr, flush=True)  # from another rank only if rank 0 goes on
     sys.exit(code)
 
 

@@ -124,6 +124,8 @@ def drafter_config(target, draft_vocab, layers):
     kv_heads = text.get("num_key_value_heads") or heads
     latent_attention = text.get("kv_lora_rank") is not None  # MLA's head_dim is a part of a head: plain heads are taken
     head_dim = hidden // heads if latent_attention or not text.get("head_dim") else text["head_dim"]
+    if head_dim % 2:
+        raise UserError(f"the target's heads are {head_dim} wide, an odd number, which rotary embeddings cannot have: not supported")
     rope = _rope_parameters(text)
     rope_type = rope["rope_type"]
     intermediate = text.get("intermediate_size")

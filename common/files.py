@@ -86,15 +86,18 @@ def sha256_tensors(tensors):
 def check_output_folder(path, marker):
     """Refuse an output folder that holds anything but an earlier output of the same kind, known by its file `marker`."""
     path = Path(path)
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise UserError(f"--out {path}: {place} is a link to what does not exist; give a folder that is new or empty")
     if path.exists() and not path.is_dir():
         raise UserError(f"--out {path} is a file; give a folder that is new or empty")
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"--out {path} cannot be made: {place} is {'not writable' if place.is_dir() else 'a file'}; give another folder")
     if path.is_dir() and not (path / marker).exists():
-        found = sorted(entry.name for entry in path.iterdir() if not TEMPORARY.match(entry.name))
+        found = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock" and not TEMPORARY.match(entry.name))
         if found:
-            raise UserError(f"--out {path} holds something else ({found[0]}); give a folder that is new or empty")
+            raise UserError(f"--out {path} holds something else ({found[0]}), or has lost its {marker}; give a folder that is new or empty")
 
 
 def _sync(path):

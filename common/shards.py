@@ -103,10 +103,28 @@ class Shards:
         return self.index[:, 3].astype(bool)
 
     def sample(self, number, names=("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_state", "target_argmax")):
-        """dict of the named tensors of sample `number`, each [T, ...] in its stored dtype."""
+        """dict of the named tensors of sample `number`, each [T, ...] in its stored dtype.
+
+        Raises UserError for ids that the target does not have, and for states that are not finite where they are used: of the
+        lm_head's input only the rows that predict a supervised token.
+        """
         shard, first, length = (int(value) for value in self.index[number, :3])
         file = self.files[shard]
-        return {name: file.get_slice(name)[first : first + length] for name in names}
+        tensors = {name: file.get_slice(name)[first : first + length] for name in names}
+        where = f"{self.folder / self.manifest['shards'][shard]['file']}, rows {first}..{first + length - 1} (sample {number})"
+        size = self.manifest["target"]["vocab_size"]
+        for name in {"input_ids", "target_argmax"} & tensors.keys():
+            low, high = tensors[name].aminmax()
+            if low < 0 or high >= size:
+                raise UserError(f"{where}: {name} holds {int(low if low < 0 else high)}, the target's ids are 0..{size - 1}; "
+                                f"extract it again")
+        for name in {"aux_hidden_states", "last_hidden_state"} & tensors.keys():
+            used = tensors[name]
+            if name == "last_hidden_state" and "loss_mask" in tensors:
+                used = used[:-1][tensors["loss_mask"][1:] == 1]
+            if not used.isfinite().all():
+                raise UserError(f"{where}: {name} holds NaN or infinity; extract it again")
+        return tensors
 
     def supervised_counts(self, vocab_size):
         """How often each id is supervised: (int64 [V] in the samples to train on, int64 [V] in the held-out ones).

@@ -6,7 +6,7 @@ import torch
 from common.cli import UserError, say
 from common.drafter import drafter_config, load_drafter
 from common.shards import check_tokenizer
-from common.target import check_same_target
+from common.target import check_same_target, default_layers
 from common.vocab import check_size, load_map
 
 
@@ -49,8 +49,11 @@ def start_from_checkpoint(args, draft_vocab, target, layers, warnings, facts):
                             f"{'say --draft-vocab as the checkpoint has it' if key == 'draft_vocab_size' else 'it is no drafter for this'}")
     trained = config.get("training") or {}
     warnings.append(check_same_target(trained.get("target", facts), facts, f"the checkpoint {args.checkpoint} was", args.force))
-    if trained.get("layers", layers) != layers:
-        raise UserError(f"{args.checkpoint} was trained on layers {trained['layers']}, these shards hold {layers}; extract those layers")
+    stated = trained.get("layers") or config.get("eagle_aux_hidden_state_layer_ids")  # without either the engines' default
+    if stated is None and target.num_layers >= 7:
+        stated = default_layers(target.num_layers)
+    if stated != layers:
+        raise UserError(f"{args.checkpoint} is for layers {stated}, these shards hold {layers}; extract those layers")
     if args.vocab_map:
         if rows is None:
             raise UserError(f"{args.checkpoint} has the full vocabulary and takes no --vocab-map; leave it out")
@@ -58,7 +61,8 @@ def start_from_checkpoint(args, draft_vocab, target, layers, warnings, facts):
         if not np.array_equal(named, rows.numpy()):
             raise UserError(f"--vocab-map {args.vocab_map} is not the map of {args.checkpoint}, whose lm_head rows would mean other "
                             f"tokens; leave it out to use the checkpoint's own")
-    drafter.config = {**wanted, "torch_dtype": config.get("torch_dtype", "bfloat16")}
+    kept = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    drafter.config = {**wanted, **{key: config[key] for key in kept}, "torch_dtype": config.get("torch_dtype", "bfloat16")}
     return drafter.train(), rows
 
 

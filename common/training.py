@@ -56,8 +56,11 @@ class Teacher:
 
 def log_total(logits, softmax, columns):
     """log sum exp(logits), float32 [N, 1], from the softmax at hand: logits[j] - log softmax[j] for any j, best a likely one."""
-    j = columns[:, None]
-    return logits.gather(1, j).float() - softmax.gather(1, j).float().clamp_min(TINY).log()
+    chosen = softmax.gather(1, columns[:, None]).float()
+    total = logits.gather(1, columns[:, None]).float() - chosen.clamp_min(TINY).log()
+    vanished = (chosen[:, 0] < TINY).nonzero()[:, 0]  # as with a drafter that diverges
+    total[vanished] = logits[vanished].float().logsumexp(-1, keepdim=True)
+    return total
 
 
 class TrainStep(nn.Module):

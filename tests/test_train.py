@@ -194,6 +194,21 @@ def test_a_checkpoint_that_no_step_improves_is_what_comes_out(work, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("shape", [{"num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4}, {"rms_norm_eps": 0.1},
+                                   {"intermediate_size": 200}])
+def test_a_checkpoint_keeps_its_own_shape(work, tmp_path, shape):
+    tiny.make_drafter(tmp_path / "first", open_target(str(work / "target")), **shape)
+    train(work, tmp_path / "second", "--draft-vocab", "full", "--init", "checkpoint", "--checkpoint", tmp_path / "first", "--max-steps", 1)
+    config = load_drafter(tmp_path / "second")[0].config
+    assert all(config[key] == value for key, value in shape.items())
+
+
+def test_a_checkpoint_for_other_layers_is_refused_by_its_config_alone(work, tmp_path):
+    tiny.make_drafter(tmp_path / "first", open_target(str(work / "target")), layers=[1, 3, 6], training=False)
+    with pytest.raises(UserError, match=r"is for layers \[1, 3, 6\], these shards hold \[2, 4, 5\]"):
+        train(work, tmp_path / "second", "--draft-vocab", "full", "--init", "checkpoint", "--checkpoint", tmp_path / "first")
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "llava_tied"])
 def test_layer_starts_as_the_targets_last_one_where_that_fits(tmp_path, kind):
     target = open_target(tiny.make_target(tmp_path, kind))
@@ -231,7 +246,7 @@ def test_layer_starts_as_the_targets_last_one_where_that_fits(tmp_path, kind):
     (["--draft-vocab", "full", "--warmup", 2], "at least 0 and at most 1"),
     (["--draft-vocab", "full", "--max-grad-norm", -1], "argument --max-grad-norm: -1 is no number above 0"),
     (["--draft-vocab", "full", "--epochs", 0], "0 is no integer of at least 1"),
-    (["--draft-vocab", "full", "--seed", -1], "--seed -1 is negative"),
+    (["--draft-vocab", "full", "--seed", -1], "argument --seed: -1 is no integer of at least 0"),
     (["--draft-vocab", "full", "--log-with", "trackio"], "not installed"),
 ])
 def test_refused_before_anything_is_written(work, tmp_path, arguments, words):

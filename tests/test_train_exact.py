@@ -15,6 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from common.cli import UserError
 from common.drafter import load_drafter
 from common.shards import Shards, write_shard
 from common.target import open_target
@@ -266,6 +267,24 @@ def test_master_weights_and_moments_are_float32_under_bf16(work, tmp_path, capsy
     rounded = torch.cat([(after[name].bfloat16() != before[name].bfloat16()).flatten() for name in after]).float().mean()
     assert rounded < 0.2  # bfloat16 weights would have stood still
     assert [json.loads((folder / "progress.json").read_text())["step"] for folder in state] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("tensor, value, words", [
+    ("aux_hidden_states", float("nan"), "aux_hidden_states holds NaN or infinity"),
+    ("last_hidden_state", float("inf"), "last_hidden_state holds NaN or infinity"),
+    ("input_ids", -7, "input_ids holds -7, the target's ids are 0..327"),
+    ("target_argmax", 5000, "target_argmax holds 5000, the target's ids are 0..327"),
+])
+def test_damaged_samples_are_named(work, tmp_path, tensor, value, words):
+    (tmp_path / "shards").mkdir()
+    shutil.copy(work / "shards" / "manifest.json", tmp_path / "shards")
+    samples = read_samples(work / "shards")
+    number = next(i for i, sample in enumerate(samples) if not sample["heldout"])
+    samples[number][tensor] = samples[number][tensor].clone()
+    samples[number][tensor][-2] = value
+    write_samples(tmp_path, "damaged", samples)
+    with pytest.raises(UserError, match=rf"shard-00000.safetensors, rows \d+..\d+ \(sample {number}\): {words}"):
+        train(work, tmp_path / "out", "--shards", tmp_path / "damaged", "--max-steps", 2, "--batch-tokens", 10**6)
 
 
 @pytest.mark.parametrize("size", [None, 100])

@@ -1,4 +1,4 @@
-"""train_drafter.py killed at any moment: what is resumed equals a run that nobody disturbed, bit for bit."""
+"""train_drafter.py killed at any moment: what is resumed equals a run that nobody disturbed, bit for bit. And what is found damaged."""
 
 import json
 import multiprocessing
@@ -13,13 +13,16 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
+from common import cli
+from common.checkpoint import FILES, load_checkpoint, lock_run, save_checkpoint
+from common.cli import Failed, UserError
 from common.drafter import load_drafter
 from common.files import TEMPORARY
 from tests import tiny
-from tests.scripts import call
+from tests.scripts import call, shell
 
 OFTEN = ("--draft-vocab", "full", "--batch-tokens", 1, "--epochs", 9, "--save-every", 1, "--eval-every", 2)  # a sample a step
 TIMES = {"seconds", "seconds_left", "waited", "waiting", "tokens_per_second", "command"}
@@ -280,3 +283,159 @@ def test_a_start_from_a_checkpoint_that_is_killed_measures_it_once(work, straigh
     run.finish()
     records = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "heldout" in record] == [0, 1, 2]
+
+
+# What is found damaged
+
+
+def resume(work, out, *more):
+    return call("train_drafter", "--resume", *Run(work, out, *OFTEN, "--max-steps", 10, *more).arguments)
+
+
+def replace(path, name, value):
+    """The tensor `name` of a safetensors file, any where it is None, by `value` of its own values."""
+    tensors = load_file(path)
+    name = name or max(tensors, key=lambda key: tensors[key].dim())
+    save_file({**tensors, name: value(tensors[name])}, path)
+
+
+def edit(**changes):
+    def damage(folder):
+        path = folder / "state" / "progress.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return damage
+
+
+@pytest.mark.parametrize("damage", [
+    lambda folder: (folder / "state" / "progress.json").write_text("{}"),
+    lambda folder: (folder / "state" / "progress.json").write_text('{"step": 10}'),
+    edit(step=3), edit(step="x"), edit(step=10.0), edit(best=3), edit(tokens=None),
+    lambda folder: replace(folder / "state" / "weights.safetensors", "lm_head.weight", lambda value: value * float("nan")),
+    lambda folder: replace(folder / "state" / "weights.safetensors", "lm_head.weight", lambda value: value[:-1].clone()),
+    lambda folder: replace(folder / "state" / "optimizer.safetensors", None, lambda value: value + float("inf")),
+], ids=["no keys", "one key", "another step", "step x", "step 10.0", "best 3", "tokens none", "nan", "shape", "inf"])
+def test_a_damaged_state_is_not_gone_on_from(work, straight, tmp_path, capsys, damage):
+    out = tmp_path / "out"
+    shutil.copytree(straight[0], out)
+    damage(out / "checkpoints" / "step-000010")
+    resume(work, out)
+    words = capsys.readouterr().err
+    assert "step-000010 is damaged" in words and "going on after step 9" in words
+    shutil.rmtree(out / "checkpoints" / "step-000010.damaged-1")
+    assert_equal_runs(out, straight[0])
+
+
+def test_damaged_checkpoints_do_not_count_among_those_kept(tmp_path):
+    for step in (8, 9):
+        for file in FILES:
+            path = tmp_path / "checkpoints" / f"step-{step:06d}" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"cut")
+    (tmp_path / "checkpoints" / "step-000009.damaged-1").mkdir()
+    fresh = {"step": 0, "loss": None, "best": None}
+    drafter = torch.nn.Linear(2, 2)
+    assert load_checkpoint(tmp_path, drafter, fresh) == (fresh, {})
+
+    def export(folder, weights):
+        (folder / "config.json").write_text("{}")
+        save_file(weights, folder / "model.safetensors")
+
+    moments = {f"momentum/{name}": torch.ones(2) for name in ("weight", "bias")}
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, export, drafter.state_dict(), moments, {**fresh, "step": step}, keep=2)
+    names = ["step-000002", "step-000003", "step-000008.damaged-1", "step-000009.damaged-1", "step-000009.damaged-2"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
+    assert load_checkpoint(tmp_path, drafter, fresh)[0]["step"] == 3
+
+
+def test_a_drafter_whose_checkpoints_are_all_damaged_is_not_replaced(work, straight, tmp_path):
+    """Without any checkpoint it may be what was exported before the first save of a run that was killed: that one begins anew."""
+    out = tmp_path / "out"
+    shutil.copytree(straight[0], out)
+    for folder in step_folders(out):
+        (folder / "state" / "weights.safetensors").write_bytes(b"cut")
+    before = content(out)
+    with pytest.raises(UserError, match="none of the checkpoints in .* is whole"):
+        resume(work, out)
+    assert content(out) == before
+    (out / "model.safetensors").unlink()
+    resume(work, out)
+    for folder in (out / "checkpoints").glob("*.damaged-1"):
+        shutil.rmtree(folder)
+    assert_equal_runs(out, straight[0])
+    shutil.rmtree(out / "checkpoints")
+    (out / "checkpoints").write_text("")
+    with pytest.raises(UserError, match="its checkpoints is no folder"):
+        resume(work, out)
+
+
+def test_a_run_killed_between_its_first_drafter_and_its_first_save_begins_anew(work, tmp_path):
+    arguments = (*OFTEN, "--max-steps", 4, "--save-every", 3)
+    straight = Run(work, tmp_path / "straight", *arguments)
+    process = straight.start(operations=tmp_path / "operations.json")
+    process.join(120)
+    operations = json.loads((tmp_path / "operations.json").read_text())
+    run = Run(work, tmp_path / "out", *arguments)
+    run.killed(next(i for i, line in enumerate(operations) if "checkpoints" in line))
+    assert (run.out / "model.safetensors").exists() and not step_folders(run.out)
+    assert_equal_runs(run.finish().out, straight.out)
+
+
+def test_a_run_that_diverges_says_so_and_leaves_no_drafter(work, tmp_path):
+    arguments = Run(work, tmp_path / "out", *OFTEN, "--lr", 1e38).arguments
+    code, summary, words = shell("train_drafter", *arguments, "--max-steps", 1)
+    assert (code, summary) == (1, None) and "Traceback" not in words
+    assert "is not finite after step 1: training diverged; begin again" in words.splitlines()[-1]
+    assert not list(tmp_path.rglob("*.safetensors"))
+    arguments[arguments.index("--out") + 1] = tmp_path / "other"
+    with pytest.raises(Failed, match="the gradient of step 2 is not finite .* lower --lr"):
+        call("train_drafter", *arguments, "--max-steps", 9, "--save-every", 9, "--eval-every", 9)
+
+
+def test_metrics_that_somebody_has_edited(work, straight, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(straight[0], out)
+    lines = (out / "metrics.jsonl").read_bytes()
+    (out / "metrics.jsonl").write_bytes(b'\xff\xfe\n{"step": 2, "no\xff": 1}\n[3]\n{"step": 1, "heldout": true}\n' + lines)
+    resume(work, out, "--plot", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert (out / "metrics.jsonl").read_bytes().endswith(lines)
+    (out / "metrics.jsonl").unlink()
+    resume(work, out, "--plot", tmp_path / "none.png")
+    assert "nothing is plotted" in capsys.readouterr().err and not (tmp_path / "none.png").exists()
+
+
+def test_out_that_holds_a_lock_only_or_has_lost_something(work, straight, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    lock_run(out).close()
+    assert resume(work, out)["steps"] == 10
+    (out / "run.json").unlink()
+    with pytest.raises(UserError, match="has lost its run.json"):
+        resume(work, out)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("dangling", "loop"):
+        with pytest.raises(UserError, match="is a link to what does not exist"):
+            resume(work, tmp_path / name)
+    monkeypatch.setattr("train_drafter.get_available_trackers", lambda: [])
+    with pytest.raises(UserError, match="--log-with all: none is installed"):
+        resume(work, out, "--log-with", "all")
+
+    def after_another(folder):
+        shutil.copy(straight[0] / "run.json", folder)
+        return lock_run(folder)
+
+    monkeypatch.setattr("train_drafter.lock_run", after_another)  # whose run began between the first look and the lock
+    with pytest.raises(UserError, match="seed is 5 now and was 0"):
+        resume(work, tmp_path / "late", "--seed", 5)
+
+
+def test_other_processes_leave_the_first_one_time_to_say_what_is_wrong(monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    for rank, wanted in ((0, []), (1, [10.0])):
+        monkeypatch.setattr(cli, "RANK", rank)
+        with pytest.raises(SystemExit, match="2"):
+            cli._leave("it is wrong", 2)
+        assert slept == wanted and "it is wrong" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.drafter import Drafter
-from common.training import HeadLoss, Teacher, TrainStep, draft_hits, simulate
+from common.training import HeadLoss, Teacher, TrainStep, draft_hits, log_total, simulate
 from common.ttt import make_batch, rms_norm, supervised_rows, ttt_hidden
 from tests import reference
 
@@ -211,6 +211,13 @@ def test_simulated_walk_against_played_rounds():
         reached, accepted = simulate(mask, [0, length], rows, hits)[0].tolist()
         wanted = reference.walk(mask.tolist(), lambda k, t: bool(hits[k, place[t]]), depths)  # noqa: B023
         assert (sum(accepted), reached[0]) == wanted
+
+
+def test_a_vanishing_probability_does_not_cap_the_loss():
+    """softmax[j] below the smallest float is no longer of use to find log sum exp(logits)."""
+    logits = torch.tensor([[300.0, 100.0, 0.0], [1.0, 2.0, 3.0]])
+    wanted = logits.double().logsumexp(-1, keepdim=True)
+    assert torch.allclose(log_total(logits, logits.softmax(-1), torch.tensor([2, 0])).double(), wanted)
 
 
 def test_a_target_outside_the_map_is_a_miss():
