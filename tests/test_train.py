@@ -279,4 +279,5 @@ def test_the_batch_grows_with_the_data_and_the_rate_falls_with_the_width(work, t
     few, some, many = plan("--epochs", 1), plan("--epochs", 1000), plan("--epochs", 9000)
     assert few["batch_tokens"] == 512 and many["batch_tokens"] == 8192 and 512 < some["batch_tokens"] < 8192
     width = json.loads((work / "target" / "config.json").read_text())["hidden_size"]
-    assert few["lr"] == pytest.approx(1.2 / width, rel=0.05) and plan("--lr", 1e-5, "--batch-tokens", 9)["lr"] == 1e-5
+    assert few["lr"] == pytest.approx(0.3 / width, rel=0.05) and plan("--optimizer", "adamw")["lr"] == pytest.approx(1.2 / width, rel=0.05)
+    assert plan("--lr", 1e-5, "--batch-tokens", 9)["lr"] == 1e-5
