@@ -20,7 +20,8 @@ from common.files import read_json, replace_file, replace_folder, write_json
 
 FILES = ("config.json", "model.safetensors", "state/weights.safetensors", "state/optimizer.safetensors", "state/progress.json")
 STEP = re.compile(r"step-\d{6,}")
-TEMPORARY = re.compile(r"\.(run\.json|metrics\.jsonl|config\.json|model\.safetensors|step-\d+)\.tmp-\d+")  # of a run that was killed
+# What a killed run leaves half-written: our own temporary files, and those that safetensors makes beside the file it saves.
+TEMPORARY = re.compile(r"\.(run\.json|metrics\.jsonl|config\.json|model\.safetensors|step-\d+)\.tmp-\d+|\.tmp[0-9A-Za-z]{6}")
 
 
 def check_run(out, settings, resume):

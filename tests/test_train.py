@@ -121,11 +121,12 @@ def test_resume_falls_back_to_the_last_whole_checkpoint(work, tmp_path):
     (last / "state" / "optimizer.safetensors").write_bytes(b"cut")
     (before / "state" / "progress.json").unlink()
     (tmp_path / "out" / "checkpoints" / ".step-000099.tmp-123").mkdir()  # left by a killed save
+    (tmp_path / "out" / ".tmpFANZsD").write_text("")  # left by safetensors in a killed save
     with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "lo')
     resumed = train(work, tmp_path / "out", *arguments, "--resume")
     assert resumed["steps"] == straight["steps"] and resumed["loss"] == straight["loss"]
-    assert not (tmp_path / "out" / "checkpoints" / ".step-000099.tmp-123").exists()
+    assert not (tmp_path / "out" / "checkpoints" / ".step-000099.tmp-123").exists() and not (tmp_path / "out" / ".tmpFANZsD").exists()
 
 
 def test_one_process_trains_into_a_folder_at_a_time(tmp_path):
