@@ -41,7 +41,8 @@ from common.files import check_output_folder, sha256_file, write_json
 from common.shards import Shards, check_shards
 from common.start import decide_vocabulary, scratch_map, start_from_checkpoint, start_from_scratch
 from common.target import open_target
-from common.training import Teacher, TrainStep, make_batch, simulated
+from common.training import Teacher, TrainStep, simulated
+from common.ttt import make_batch
 from common.vocab import coverage, map_sha256, rows_to_d2t
 
 DIVERGED = "training diverged; begin again in another --out with a lower --lr and --muon-lr"

@@ -36,7 +36,8 @@ import torch.nn.functional as F
 
 from common.cli import Parser, UserError, positive_int, run, say
 from common.drafter import Drafter
-from common.training import Teacher, TrainStep, make_batch
+from common.training import Teacher, TrainStep
+from common.ttt import make_batch
 
 DEPTHS, DECAY = 7, 0.8
 PLAIN = dict(hidden_size=576, target_hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64,

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import tiny
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -17,6 +19,16 @@ def call(script, *arguments):
         return module.main()
     finally:
         sys.argv = before
+
+
+def make_work(folder, conversations, new_tokens, draft_vocab):
+    """In `folder`: a tiny target, shards of its own answers to so many conversations, and a map. Returns the folder."""
+    tiny.make_target(folder / "target")
+    tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(conversations)])
+    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
+         "--regenerate", "--max-new-tokens", new_tokens, "--dtype", "float32", "--heldout", 0.2)
+    call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", draft_vocab, "--out", folder / "map")
+    return folder
 
 
 def shell(script, *arguments, stdin=None, launcher=()):

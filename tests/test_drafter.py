@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from common.cli import UserError
 from common.drafter import Drafter, check_embedding, drafter_config, layer_ids, load_drafter, save_drafter
 from common.target import open_target
-from common.training import make_batch, ttt_hidden
+from common.ttt import make_batch, ttt_hidden
 from tests import reference, tiny
 from tests.scripts import call
 

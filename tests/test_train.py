@@ -15,7 +15,7 @@ from common.start import start_from_scratch
 from common.target import open_target
 from common.target_model import TargetModel
 from tests import tiny
-from tests.scripts import call, shell
+from tests.scripts import call, make_work, shell
 
 FAST = ("--ttt-steps", 2, "--lr", 3e-3, "--batch-tokens", 200, "--epochs", 2)
 
@@ -23,14 +23,7 @@ FAST = ("--ttt-steps", 2, "--lr", 3e-3, "--batch-tokens", 200, "--epochs", 2)
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """A tiny target, shards of its own answers, and a map of 100 ids."""
-    folder = tmp_path_factory.mktemp("train")
-    tiny.make_target(folder / "target")
-    rows = [{"messages": row["messages"][:1]} for row in tiny.conversations(24)]
-    tiny.write_rows(folder / "rows.jsonl", rows)
-    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
-         "--regenerate", "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.2)
-    call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", 100, "--out", folder / "map")
-    return folder
+    return make_work(tmp_path_factory.mktemp("train"), 24, 24, 100)
 
 
 def train(work, out, *more):

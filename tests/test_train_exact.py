@@ -20,7 +20,7 @@ from common.drafter import load_drafter
 from common.shards import Shards, write_shard
 from common.target import open_target
 from tests import reference, tiny
-from tests.scripts import ROOT, call
+from tests.scripts import ROOT, call, make_work
 
 COMPARED = ("step", "epoch", "loss", "depth_losses", "lr", "grad_norm", "heldout", "accept_length", "acceptance", "coverage")
 # Clipping would hide a gradient of another scale; Muon rounds products of its own to bfloat16, which hides small differences.
@@ -35,12 +35,7 @@ def work(tmp_path_factory):
     padded: five tokens more at each sample's end, unsupervised, with states of their own; and NaN as the lm_head's input of every row
     whose next token is not supervised. N: only the first N samples to train on, of unequal lengths. some: a sample of three has no label.
     """
-    folder = tmp_path_factory.mktemp("exact")
-    tiny.make_target(folder / "target")
-    tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(12)])
-    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
-         "--regenerate", "--max-new-tokens", 16, "--dtype", "float32", "--heldout", 0.2)
-    call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", 24, "--out", folder / "map")
+    folder = make_work(tmp_path_factory.mktemp("exact"), 12, 16, 24)
     samples = read_samples(folder / "shards")
     write_samples(folder, "padded", [padded(sample) for sample in samples])
     learnt, aside = [sample for sample in samples if not sample["heldout"]], [sample for sample in samples if sample["heldout"]]

@@ -21,8 +21,7 @@ from common.checkpoint import FILES, load_checkpoint, lock_run, save_checkpoint
 from common.cli import Failed, UserError
 from common.drafter import load_drafter
 from common.files import TEMPORARY
-from tests import tiny
-from tests.scripts import call, shell
+from tests.scripts import call, make_work, shell
 
 OFTEN = ("--draft-vocab", "full", "--batch-tokens", 1, "--epochs", 9, "--save-every", 1, "--eval-every", 2)  # a sample a step
 TIMES = {"seconds", "seconds_left", "waited", "waiting", "tokens_per_second", "command"}
@@ -35,13 +34,7 @@ PROCESSES.set_forkserver_preload(["train_drafter", "transformers.models.llama.mo
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kill")
-    tiny.make_target(folder / "target")
-    tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(14)])
-    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
-         "--regenerate", "--max-new-tokens", 12, "--dtype", "float32", "--heldout", 0.2)
-    call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", 100, "--out", folder / "map")
-    return folder
+    return make_work(tmp_path_factory.mktemp("kill"), 14, 12, 100)
 
 
 def _train(arguments, log, out, fatal, operations):
@@ -240,7 +233,7 @@ def test_killed_at_30_random_moments(work, straight, tmp_path):
     longer = Run(work, tmp_path / "longer", *OFTEN, "--max-steps", 90).finish()
     in_save = kill_at_random(work, longer.out, whole, tmp_path / "out", 30, seed, 90)
     print(f"{in_save} of 30 kills landed in a save")
-    assert in_save >= 1
+    assert in_save >= 5
 
 
 def kill_at_operations(work, straight, whole, folder, choose):

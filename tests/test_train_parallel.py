@@ -20,8 +20,7 @@ import common.ttt
 import train_drafter
 from common.cli import Progress, UserError
 from common.target import Target
-from tests import tiny
-from tests.scripts import call
+from tests.scripts import call, make_work
 
 # Forked from a process that has imported everything and done nothing else: a start takes no second.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -35,12 +34,7 @@ STATE = "checkpoints/step-000006/state"
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """A tiny target, shards of its own answers, a map of 101 ids, which two processes cannot share evenly, and a run of one process."""
-    folder = tmp_path_factory.mktemp("parallel")
-    tiny.make_target(folder / "target")
-    tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(24)])
-    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
-         "--regenerate", "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.2)
-    call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", 101, "--out", folder / "map")
+    folder = make_work(tmp_path_factory.mktemp("parallel"), 24, 24, 101)
     train(folder, folder / "one")
     return folder
 
