@@ -1,100 +1,316 @@
 #!/usr/bin/env python3
 """Choose the draft vocabulary: the D target tokens that the drafter can propose, and what that choice costs and covers.
 
-Reads the supervised tokens of hidden-state shards, takes the D most frequent ones with the end-of-sequence and chat tokens
-always among them, and writes the map that train_drafter.py --vocab-map reads.
+Counts the supervised tokens of hidden-state shards, or of a file of conversations, takes the D most frequent ones with the
+end-of-sequence and chat tokens always among them, and writes the map that train_drafter.py --vocab-map reads. With --prune it cuts
+a full-vocabulary drafter to that map instead; with --from-checkpoint it writes out the map of a drafter.
 """
 
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from common.cli import Parser, UserError, human_bytes, run, say
-from common.drafter import Drafter, drafter_config
-from common.files import TEMPORARY, check_output_folder, read_json
-from common.shards import Shards
-from common.vocab import MAP_FILE, MAP_FILES, check_size, choose_rows, coverage, map_sha256, ranking, rows_to_d2t, save_map
+from common.cli import Parser, UserError, human_bytes, in_range, positive_int, run, say
+from common.conversations import count_text, read_rows
+from common.corpus import add_data_arguments, longest_sample, prepare
+from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
+from common.figures import figure_class
+from common.files import TEMPORARY, check_output_folder, read_json, replace_folder, sha256_file
+from common.plan import coverage_by_source, plot_vocabulary, predict, pruned
+from common.rendering import Renderer, chat_ids
+from common.sampling import stop_ids
+from common.shards import Shards, open_shards_target
+from common.target import chat_template_sha256, check_same_target, load_tokenizer, open_target, tokenizer_sha256
+from common.vocab import (
+    MAP_FILE,
+    MAP_FILES,
+    check_size,
+    choose_rows,
+    count_ids,
+    coverage,
+    load_map,
+    map_sha256,
+    ranking,
+    rows_to_d2t,
+    save_map,
+)
+
+TARGET_KEYS = ("name", "tensors_sha256", "text_config_sha256", "vocab_size", "hidden_size")
+MARKERS = {"tool calls": ("tool", "function"), "thinking": ("think", "channel")}  # parts of chat tokens, by what they are for
+
+
+class Corpus(NamedTuple):
+    """What is counted. `parts()` goes over (ids int32 [n], held out bool [n], source int32 [n]) of its supervised tokens."""
+
+    parts: object
+    sources: list
+    special: dict  # {"eos": [ids], "chat": {token: id}}
+    target: dict  # the target's facts
+    facts: dict  # for vocab_map.json: where the counts are from
 
 
 def parse_arguments():
     parser = Parser(__doc__)
-    parser.add_argument("--shards", required=True, type=Path, metavar="DIR",
-                        help="shards of extract_hidden_states.py; no default. Their held-out samples are not counted, only covered")
-    parser.add_argument("--draft-vocab", required=True, metavar="N[,N...]",
-                        help="rows of the drafter's lm_head; several with commas are counted once and written to OUT/N/ each. No default: "
-                             "it is a decision between the cost and the coverage that this script prints")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR",
-                        help="folder of the map: new, empty, or an earlier map of the same data and size, which is replaced; no default")
-    parser.add_argument("--force", action="store_true",
-                        help="replace a map that was made of other shards or another size (default: refuse, since drafters may rely on it)")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--shards", type=Path, metavar="DIR",
+        help="count these shards of extract_hidden_states.py; no default. Their held-out samples are not counted, only covered")
+    add("--data", metavar="FILE",
+        help="count the answers in this file of JSON lines (- is stdin) instead, as --target's tokenizer and template write them: no model "
+             "runs. A drafter is asked for what the target answers: where these answers are not its own, --shards is the better count")
+    add("--target", metavar="MODEL", help="folder or hub id of the target, for --data, and for --predict where it is no longer where the "
+        "shards say; only its tokenizer and the headers of its weights are read, unless --predict runs it")
+    add_data_arguments(parser)
+    add("--draft-vocab", metavar="N[,N...]",
+        help="rows of the drafter's lm_head; several with commas are counted once and written to OUT/N/ each. No default: "
+             "it is a decision between the cost and the coverage that this script prints")
+    add("--out", required=True, type=Path, metavar="DIR",
+        help="folder of the map (with --prune of the drafter): new, empty, or an earlier one of the same data and size, which is replaced; "
+             "no default")
+    add("--from-checkpoint", type=Path, metavar="DRAFTER", help="write out this drafter's own map, and count nothing; default no")
+    add("--prune", type=Path, metavar="DRAFTER",
+        help="cut this full-vocabulary drafter to the counted map, without training: OUT is then a drafter; default no")
+    add("--vocab-map", type=Path, metavar="DIR", help="with --prune: cut to this map, and count nothing; default: count")
+    add("--plot", type=Path, metavar="PNG", help="also plot coverage and cost by size, and --predict's speeds; default no")
+    add("--predict", type=positive_int, metavar="STEPS",
+        help="also run the target on a few held-out prompts, time verifications and drafting steps of every size on this machine, and "
+             "predict accept length and tokens/s of so many drafts per verification; default no: it loads the target")
+    add("--pilot", type=Path, metavar="DRAFTER",
+        help="a drafter at hand, of any size, whose hits on the held-out answers --predict expects of the others as well; default none")
+    add("--acceptance", type=in_range(0, 1), default=0.6,
+        help="without --pilot, the share of drafts that --predict takes to be right where the vocabulary has the token; default 0.6, a "
+             "guess: the order of the sizes, not their speed, is what it tells")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
+        help="of --predict's target and drafters; default auto, the target's own, as it is served")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the target; default no, since it can do anything")
+    add("--revision", metavar="NAME", help="of a hub id; default its main one")
+    add("--force", action="store_true",
+        help="replace a map that was made of other shards or another size, and prune or pilot a drafter of another target; default: refuse")
+    args = parser.parse_args()
+    args.regenerate = False
+    counted = [name for name, value in (("--shards", args.shards), ("--data", args.data), ("--from-checkpoint", args.from_checkpoint),
+                                        ("--vocab-map", args.vocab_map)) if value]
+    if len(counted) != 1:
+        raise UserError(f"{' and '.join(counted) or 'nothing'} given: one of --shards, --data, --from-checkpoint, and with --prune also "
+                        f"--vocab-map, is wanted, where the vocabulary comes from")
+    if args.vocab_map and not args.prune:
+        raise UserError("--vocab-map is a map already; it goes with --prune, which cuts a drafter to it")
+    if args.data and not args.target:
+        raise UserError("--data needs --target, whose tokenizer and chat template say what its tokens are")
+    if (args.shards or args.data) and not args.draft_vocab:
+        raise UserError("--draft-vocab is missing: it is a decision; several sizes, like 8000,16000,32000, show the trade")
+    if (args.from_checkpoint or args.vocab_map) and args.draft_vocab:
+        raise UserError(f"--draft-vocab {args.draft_vocab}: the size is that of {args.from_checkpoint or args.vocab_map}; leave it out")
+    if args.prune and args.from_checkpoint:
+        raise UserError("--prune cuts to a map, --from-checkpoint writes one; give one of them")
+    if (args.predict or args.plot) and not (args.shards or args.data) or args.predict and not args.shards:
+        raise UserError("--predict goes with --shards, on whose held-out answers it walks, and --plot with --shards or --data")
+    if args.pilot and not args.predict:
+        raise UserError("--pilot is for --predict STEPS; add it, or leave --pilot out")
+    if args.plot:
+        figure_class()
+        if not args.plot.absolute().parent.is_dir() or args.plot.is_dir():
+            raise UserError(f"--plot {args.plot} cannot be written; give a file in a folder that exists")
+    return args
 
 
 def main():
     args = parse_arguments()
-    sizes = parse_sizes(args.draft_vocab)
+    if args.from_checkpoint:
+        return write_own_map(args)
+    drafter = open_full(args.prune) if args.prune else None
+    if args.vocab_map:
+        rows, facts = load_map(args.vocab_map)
+        if not {*TARGET_KEYS} <= (facts.get("target") or {}).keys():
+            raise UserError(f"{args.vocab_map / MAP_FILE} does not say which target the map is for; make the map again")
+        check_fits(args, drafter, facts["target"], facts.get("tokenizer_sha256"), warnings := [])
+        if facts["vocab_size"] != drafter.config["vocab_size"]:
+            raise UserError(f"--vocab-map {args.vocab_map} is of {facts['vocab_size']} ids, {args.prune} of {drafter.config['vocab_size']}")
+        check_out(args.out, args, len(rows), facts)
+        warn(warnings)
+        return write(args, args.out, drafter, rows, facts, warnings)
+
+    corpus = open_shards(args) if args.shards else open_data(args)
+    vocab_size, hidden = corpus.target["vocab_size"], corpus.target["hidden_size"]
+    sizes = parse_sizes(args.draft_vocab, vocab_size)
+    outs = [args.out] if len(sizes) == 1 else [args.out / str(size) for size in sizes]
+    if len(sizes) > 1:
+        check_parent(args.out)
+    warnings = [warning for out, size in zip(outs, sizes, strict=True) if (warning := check_out(out, args, size, corpus.facts))]
+    if drafter:
+        check_fits(args, drafter, corpus.target, corpus.facts["tokenizer_sha256"], warnings)
+
+    counted, heldout = count_ids(corpus.parts(), vocab_size)
+    if not counted.any():
+        raise UserError(f"{args.shards or args.data} holds no supervised token outside the held-out samples: there is nothing to count")
+    forced, missing = forced_ids(corpus.special, vocab_size)
+    warn(warnings + missing)
+    order = ranking(counted, forced)
+    maps = {size: choose_rows(counted, size, forced) for size in sizes}
+    say(f"{counted.sum()} supervised tokens counted, {np.count_nonzero(counted)} different ones, {heldout.sum()} held out; "
+        f"{len(forced)} ids forced in: {', '.join(f'{name} ({i})' for i, name in forced.items()) or 'none'}")
+    points = sorted({2**power for power in range(vocab_size.bit_length()) if len(forced) <= 2**power <= vocab_size} | {*sizes, vocab_size})
+    curve = coverage_curve(counted, heldout, order, points)
+    sources = coverage_by_source(corpus.parts(), order, points, corpus.sources)
+    prediction = None
+    if args.predict:
+        target = open_shards_target(Shards(args.shards), args.target, args.revision, args.trust_remote_code)
+        if warning := check_same_target(corpus.target, target.facts(), f"{args.shards} was", args.force):
+            warn([warning])
+            warnings.append(warning)
+        prediction = predict(Shards(args.shards), target, {**maps, vocab_size: None}, args.predict, args.acceptance, args.pilot, args.dtype,
+                             args.trust_remote_code, args.force)
+
+    summaries = []
+    for out, (size, rows) in zip(outs, maps.items(), strict=True):
+        uncounted = [i for i in rows.tolist() if counted[i] == 0 and i not in forced]
+        if uncounted:
+            say(f"draft vocabulary {size}: {len(uncounted)} of its rows were never counted and are filled by the lowest ids "
+                f"({uncounted[0]}..{uncounted[-1]})")
+        at = points.index(size)
+        facts = {
+            **corpus.facts, "supervised_tokens": int(counted.sum()), "supervised_tokens_heldout": int(heldout.sum()),
+            "distinct_tokens": int(np.count_nonzero(counted)), "coverage": coverage(counted, rows),
+            "coverage_heldout": coverage(heldout, rows), "forced": {str(i): name for i, name in forced.items()}, "filled": len(uncounted),
+            "warnings": warnings + missing, "curve": curve, "prediction": prediction,
+            "sources": {name: {key: value[at] if isinstance(value, list) else value for key, value in part.items()}
+                        for name, part in sources.items()},
+        }
+        summaries.append(write(args, out, drafter, rows, facts, warnings + missing))
+    costs = head_costs([*sizes, vocab_size], hidden, layer_multiply_adds(corpus.target))
+    print_table(costs, curve, sources, points, prediction)
+    if args.plot:
+        title = f"{corpus.target['name']}: {counted.sum():,} supervised tokens counted, {heldout.sum():,} held out"
+        plot_vocabulary(args.plot, title, curve, sources, costs, prediction)
+    return summaries[0] if len(summaries) == 1 else summaries
+
+
+def write(args, out, drafter, rows, facts, warnings):
+    """Write the map, or with --prune the cut drafter, and return its summary."""
+    size, hash_ = len(rows), map_sha256(rows_to_d2t(rows))
+    vocab_size, hidden = facts["target"]["vocab_size"], facts["target"]["hidden_size"]
+    if drafter:
+        trained = drafter.config.get("training") or {}
+        own = {"draft_vocab": drafter.config["draft_vocab_size"], "drafter": str(args.prune),
+               "model_sha256": sha256_file(args.prune / "model.safetensors")}
+        training = {**trained, "draft_vocab": size, "map_sha256": hash_, "coverage": facts.get("coverage"),
+                    "coverage_heldout": facts.get("coverage_heldout"), "pruned_from": own, "accept_length": None, "acceptance": None,
+                    "warnings": [*trained.get("warnings", []), *warnings]}
+        config = {**drafter.config, "draft_vocab_size": size, "training": training}
+        replace_folder(out, lambda folder: save_drafter(folder, pruned(drafter, rows).state_dict(), config, rows))
+    else:
+        save_map(out, rows, vocab_size, facts)
+    return {"vocab_size": vocab_size, "draft_vocab": size, "coverage": facts.get("coverage"),
+            "coverage_heldout": facts.get("coverage_heldout"), "lm_head_params": size * hidden, "lm_head_bytes": 2 * size * hidden,
+            "forced": [int(i) for i in facts.get("forced", ())], "filled": facts.get("filled"), "map_sha256": hash_,
+            "sources": facts.get("sources"), "prediction": facts.get("prediction"), "pruned_from": str(args.prune) if drafter else None,
+            "warnings": warnings, "out": str(out)}
+
+
+def open_shards(args):
+    """The Corpus of --shards."""
     shards = Shards(args.shards)
-    target = shards.manifest["target"]
-    vocab_size = target["vocab_size"]
+    manifest = shards.manifest
+    return Corpus(shards.supervised, manifest["sources"], manifest["special_ids"], manifest["target"], {
+        "target": {key: manifest["target"][key] for key in TARGET_KEYS}, "source": "shards", "shards": str(args.shards),
+        "shards_sha256": shards.sha256,
+        **{key: manifest.get(key) for key in ("tokenizer_sha256", "chat_template_sha256", "template_kwargs", "data_sha256", "max_length")}})
+
+
+def open_data(args):
+    """The Corpus of --data: the answers in its rows, cut and set aside as the extraction would."""
+    target = open_target(args.target, args.revision, args.trust_remote_code)
+    tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
+    stops, max_length = stop_ids(target, tokenizer), longest_sample(args, target)
+    rows, _, data_sha256 = read_rows(args.data, args.limit)
+    if not rows:
+        raise UserError(f"--data {args.data} holds no rows")
+    samples, skipped, notes, sources = prepare(rows, Renderer(tokenizer, args.template_kwargs, stops), target, args, max_length)
+    say(f"{len(samples)} of {len(rows)} rows; skipped: {count_text(Counter(reason for _, reason in skipped)) or 'none'}")
+    for what, turns in notes.items():
+        say(f"{turns} {what}")
+    keep = [np.array(sample["loss_mask"], dtype=bool) for sample in samples]
+    ids = np.concatenate([np.array(sample["input_ids"], dtype=np.int32)[mask] for sample, mask in zip(samples, keep, strict=True)])
+    aside, source = (np.repeat([sample[key] for sample in samples], [mask.sum() for mask in keep]) for key in ("heldout", "source_id"))
+    facts, special = target.facts(), {"eos": stops, "chat": chat_ids(tokenizer, target.vocab_size)}
+    return Corpus(lambda: [(ids, aside.astype(bool), source)], sources, special, facts, {
+        "target": {key: facts[key] for key in TARGET_KEYS}, "source": "data", "data": args.data, "shards_sha256": None,
+        "tokenizer_sha256": tokenizer_sha256(target.folder), "chat_template_sha256": chat_template_sha256(tokenizer),
+        "template_kwargs": args.template_kwargs, "data_sha256": data_sha256, "max_length": max_length})
+
+
+def open_full(folder):
+    """The full-vocabulary Drafter in `folder`."""
+    drafter, rows = load_drafter(folder)
+    if rows is not None:
+        raise UserError(f"--prune {folder} has {len(rows)} of {drafter.config['vocab_size']} rows already; give a drafter that was trained "
+                        f"with --draft-vocab full")
+    return drafter
+
+
+def check_fits(args, drafter, target, tokenizer, warnings):
+    """Refuse to prune a drafter of another target or tokenizer than the map's; adds to `warnings` what --force lets pass."""
+    trained = drafter.config.get("training") or {}
+    if not trained.get("target"):
+        warnings.append(f"{args.prune} does not say which target it was trained for")
+    elif warning := check_same_target(trained["target"], target, f"the drafter {args.prune} was", args.force):
+        warnings.append(warning)
+    if trained.get("tokenizer_sha256", tokenizer) != tokenizer:
+        warnings.append(f"{args.prune} was trained with tokenizer {trained['tokenizer_sha256'][:12]}, the map is of {str(tokenizer)[:12]}")
+        if not args.force:
+            raise UserError(f"{warnings[-1]}; count its own shards (--force goes on all the same)")
+
+
+def write_own_map(args):
+    """The summary of --from-checkpoint: a drafter's map in a folder of its own, for the target that the drafter names, or --target."""
+    drafter, rows = load_drafter(args.from_checkpoint)
+    config, trained = drafter.config, drafter.config.get("training") or {}
+    if rows is None:
+        raise UserError(f"{args.from_checkpoint} has the full vocabulary, {config['vocab_size']} rows, and no map to write out")
+    target, tokenizer = trained.get("target"), trained.get("tokenizer_sha256")
+    if args.target:
+        opened = open_target(args.target, args.revision, args.trust_remote_code)
+        facts = opened.facts()
+        warnings = [check_same_target(target or {**facts, "vocab_size": config["vocab_size"], "hidden_size": config["target_hidden_size"]},
+                                      facts, f"{args.from_checkpoint} was", args.force)]
+        target, tokenizer = facts, tokenizer_sha256(opened.folder)
+    elif not tokenizer or not {*TARGET_KEYS} <= (target or {}).keys():
+        raise UserError(f"{args.from_checkpoint} does not say which target it was trained for; name it with --target")
+    else:
+        warnings = []
+    facts = {"target": {key: target[key] for key in TARGET_KEYS}, "tokenizer_sha256": tokenizer, "source": "checkpoint",
+             "chat_template_sha256": trained.get("chat_template_sha256"), "template_kwargs": trained.get("template_kwargs"),
+             "drafter": str(args.from_checkpoint), "model_sha256": sha256_file(args.from_checkpoint / "model.safetensors"),
+             "shards_sha256": None, "data_sha256": None, "coverage": trained.get("coverage"),
+             "coverage_heldout": trained.get("coverage_heldout"), "warnings": [warning for warning in warnings if warning]}
+    check_out(args.out, args, len(rows), facts)
+    warn(facts["warnings"])
+    return write(args, args.out, None, rows.numpy(), facts, facts["warnings"])
+
+
+def warn(warnings):
+    for sentence in warnings:
+        say(f"warning: {sentence}")
+
+
+def parse_sizes(text, vocab_size):
+    """Different sizes, ascending, from `32000` or `8000,32000`."""
+    if text.strip() == "full":
+        raise UserError("--draft-vocab full needs no map: give --draft-vocab full to train_drafter.py, without --vocab-map")
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise UserError(f"--draft-vocab {text} is neither a number like 32000 nor several like 8000,32000") from None
     for size in sizes:
         check_size(size, vocab_size)
         if size == vocab_size:
             raise UserError(f"--draft-vocab {size} is the target's whole vocabulary, which is `full` and needs no map: give "
                             f"--draft-vocab full to train_drafter.py")
-    outs = [args.out] if len(sizes) == 1 else [args.out / str(size) for size in sizes]
-    if len(sizes) > 1:
-        check_parent(args.out)
-    inputs = {
-        "tokenizer_sha256": shards.manifest["tokenizer_sha256"],
-        "target": {key: target[key] for key in ("name", "tensors_sha256", "text_config_sha256", "vocab_size", "hidden_size")},
-        "data_sha256": shards.manifest["data_sha256"], "shards_sha256": shards.sha256,
-    }
-    warnings = [warning for out, size in zip(outs, sizes, strict=True) if (warning := check_out(out, size, inputs, args.force))]
-
-    counted, heldout = shards.supervised_counts(vocab_size)
-    if not counted.any():
-        raise UserError(f"{args.shards} holds no supervised token outside the held-out samples: there is nothing to count")
-    forced, missing = forced_ids(shards.manifest["special_ids"], vocab_size)
-    for sentence in warnings + missing:
-        say(f"warning: {sentence}")
-    maps = [(size, choose_rows(counted, size, forced)) for size in sizes]
-    say(f"{counted.sum()} supervised tokens counted, {np.count_nonzero(counted)} different ones, {heldout.sum()} held out; "
-        f"{len(forced)} ids forced in: {', '.join(f'{name} ({i})' for i, name in forced.items()) or 'none'}")
-
-    summaries = []
-    for out, (size, rows) in zip(outs, maps, strict=True):
-        uncounted = [i for i in rows.tolist() if counted[i] == 0 and i not in forced]
-        if uncounted:
-            say(f"draft vocabulary {size}: {len(uncounted)} of its rows were never counted and are filled by the lowest ids "
-                f"({uncounted[0]}..{uncounted[-1]})")
-        summary = {
-            "vocab_size": vocab_size, "draft_vocab": size, "coverage": coverage(counted, rows),
-            "coverage_heldout": coverage(heldout, rows), "lm_head_params": size * target["hidden_size"], "forced": list(forced),
-            "filled": len(uncounted), "map_sha256": map_sha256(rows_to_d2t(rows)), "warnings": warnings + missing, "out": str(out),
-        }
-        save_map(out, rows, vocab_size, {
-            **inputs, "source": "shards", "shards": str(args.shards), "supervised_tokens": int(counted.sum()),
-            "supervised_tokens_heldout": int(heldout.sum()), "distinct_tokens": int(np.count_nonzero(counted)),
-            "coverage": summary["coverage"], "coverage_heldout": summary["coverage_heldout"],
-            "forced": {str(i): name for i, name in forced.items()}, "filled": len(uncounted), "warnings": warnings + missing,
-            "curve": coverage_curve(counted, heldout, forced),
-        })
-        summaries.append(summary)
-    print_table(summaries, target)
-    return summaries[0] if len(summaries) == 1 else summaries
-
-
-def parse_sizes(text):
-    """Different sizes, ascending, from `32000` or `8000,32000`."""
-    if text.strip() == "full":
-        raise UserError("--draft-vocab full needs no map: give --draft-vocab full to train_drafter.py, without --vocab-map")
-    try:
-        return sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise UserError(f"--draft-vocab {text} is neither a number like 32000 nor several like 8000,32000") from None
+    return sizes
 
 
 def check_parent(out):
@@ -107,20 +323,30 @@ def check_parent(out):
             raise UserError(f"--out {out} holds something else ({name}); several maps want a folder that is new or holds such maps")
 
 
-def check_out(out, size, inputs, force):
-    """Refuse a folder that holds anything but this map made earlier. Returns a warning where --force overrides."""
-    check_output_folder(out, MAP_FILE)
-    if not (out / MAP_FILE).exists():
+def check_out(out, args, size, facts):
+    """Refuse a folder that holds anything but this map (or this pruned drafter) made earlier. Returns a warning where --force overrides."""
+    marker, names = ("config.json", ("config.json", "model.safetensors")) if args.prune else (MAP_FILE, MAP_FILES)
+    check_output_folder(out, marker)
+    if not (out / marker).exists():
         return None
-    extra = sorted({entry.name for entry in out.iterdir()} - set(MAP_FILES))
+    extra = sorted({entry.name for entry in out.iterdir()} - set(names))
     if extra:
-        raise UserError(f"--out {out} holds {extra[0]} beside a map, and replacing the map would delete it; give another folder")
-    old = read_json(out / MAP_FILE)
-    for key, found, wanted in (("size", old.get("draft_vocab"), size), ("shards hash", old.get("shards_sha256"), inputs["shards_sha256"]),
-                               ("target hash", (old.get("target") or {}).get("tensors_sha256"), inputs["target"]["tensors_sha256"])):
+        raise UserError(f"--out {out} holds {extra[0]} beside {marker}, and replacing that would delete it; give another folder")
+    old = read_json(out / marker)
+    if args.prune:
+        before = (old.get("training") or {}).get("pruned_from") or {}
+        compared = [("size", old.get("draft_vocab_size"), size),
+                    ("drafter's weights", before.get("model_sha256"), sha256_file(args.prune / "model.safetensors"))]
+        if not before:
+            raise UserError(f"--out {out} holds a drafter that was not made by pruning; give another folder")
+    else:
+        compared = [("size", old.get("draft_vocab"), size),
+                    ("target hash", (old.get("target") or {}).get("tensors_sha256"), facts["target"]["tensors_sha256"]),
+                    *((f"{name} hash", old.get(f"{name}_sha256"), facts.get(f"{name}_sha256")) for name in ("shards", "data", "model"))]
+    for key, found, wanted in compared:
         if found != wanted:
-            message = f"--out {out} holds a map of another {key} ({found} there, {wanted} here)"
-            if not force:
+            message = f"--out {out} holds {'a drafter' if args.prune else 'a map'} of another {key} ({found} there, {wanted} here)"
+            if not args.force:
                 raise UserError(f"{message}; give another folder, or --force to replace it")
             return f"{message}; replaced by --force"
     return None
@@ -143,14 +369,14 @@ def forced_ids(special, vocab_size):
         missing.append("the target's generation config and tokenizer name no end-of-sequence id: none is forced into the map")
     if not special["chat"]:
         missing.append("no chat token was found in the target's tokenizer: none is forced into the map")
+    elif absent := [what for what, parts in MARKERS.items() if not any(part in name.lower() for name in special["chat"] for part in parts)]:
+        say(f"the tokenizer has no tokens of its own for {' or '.join(absent)}: none to force in")
     return dict(sorted(forced.items())), missing
 
 
-def coverage_curve(counted, heldout, forced):
-    """Coverage of the map of every size that is a power of two, from the forced ids up to V."""
-    order = ranking(counted, forced)
+def coverage_curve(counted, heldout, order, sizes):
+    """[{draft_vocab, coverage, coverage_heldout}] of the maps of `sizes`; order: int64 [V] ids as a draft vocabulary takes them."""
     shares = [np.cumsum(counts[order]) / counts.sum() if counts.any() else None for counts in (counted, heldout)]  # [V] each
-    sizes = [2**power for power in range(len(counted).bit_length()) if len(forced) <= 2**power <= len(counted)]
     return [{"draft_vocab": size, "coverage": float(shares[0][size - 1]),
              "coverage_heldout": None if shares[1] is None else float(shares[1][size - 1])} for size in sizes]
 
@@ -174,18 +400,50 @@ def layer_multiply_adds(target):
     return sum(weight.numel() for weight in drafter.midlayer.parameters() if weight.dim() == 2)
 
 
-def print_table(summaries, target):
-    """The cost of each choice beside its coverage, with `full` for comparison."""
-    layer = layer_multiply_adds(target)
-    full = {"draft_vocab": target["vocab_size"], "lm_head_params": target["vocab_size"] * target["hidden_size"], "coverage": 1.0,
-            "coverage_heldout": None if summaries[0]["coverage_heldout"] is None else 1.0}
-    say(f"{'draft vocab':>14} {'lm_head params':>15} {'in bfloat16':>12} {'share of a step':>16} {'coverage':>9} {'held out':>9}")
-    for row in (*summaries, full):
-        head = row["lm_head_params"]  # one multiply-add each per drafted token
-        share = "unknown" if layer is None else f"{head / (head + layer):.1%}"
-        heldout = "-" if row["coverage_heldout"] is None else f"{row['coverage_heldout']:.2%}"
-        name = f"full {row['draft_vocab']}" if row is full else row["draft_vocab"]
-        say(f"{name:>14} {head:>15,} {human_bytes(2 * head):>12} {share:>16} {row['coverage']:>9.2%} {heldout:>9}")
+def head_costs(sizes, hidden, layer):
+    """[{draft_vocab, parameters, bytes (bfloat16), share of a drafting step's multiply-adds or None}]."""
+    return [{"draft_vocab": size, "parameters": size * hidden, "bytes": 2 * size * hidden,
+             "share": None if layer is None else size * hidden / (size * hidden + layer)} for size in sizes]
+
+
+def print_table(costs, curve, sources, points, prediction):
+    """The cost of each choice beside its coverage, the full vocabulary last; then coverage by source, and what is predicted."""
+    def percent(value):
+        return "-" if value is None else f"{value:.2%}"
+
+    at = {point["draft_vocab"]: point for point in curve}
+    lines = [["draft vocab", "lm_head params", "in bfloat16", "share of a step", "coverage", "held out"]]
+    for cost in costs:
+        size = cost["draft_vocab"]
+        lines.append([f"full {size}" if cost is costs[-1] else str(size), f"{cost['parameters']:,}", human_bytes(cost["bytes"]),
+                      "unknown" if cost["share"] is None else f"{cost['share']:.1%}", percent(at[size]["coverage"]),
+                      percent(at[size]["coverage_heldout"])])
+    if prediction:
+        for line, size in zip(lines, [None, *prediction["sizes"]], strict=True):
+            line += ["ceiling", "accept", "draft ms", "tok/s", "speed-up"] if size is None else [
+                f"{size['ceiling']:.3f}", f"{size['accept_length']:.3f}", f"{size['draft_ms']:.2f}", f"{size['tokens_per_second']:.1f}",
+                f"{size['speed_up']:.2f}"]
+    print_lines(lines)
+    if sources:
+        say("coverage by source, held out (counted where nothing was held out):")
+        shown = [points.index(cost["draft_vocab"]) for cost in costs[:-1]]
+        print_lines([["source", "tokens", *(str(cost["draft_vocab"]) for cost in costs[:-1])], *(
+            [name, f"{part['supervised_tokens']:,}", *(percent((part["coverage_heldout"] or part["coverage"])[n]) for n in shown)]
+            for name, part in sources.items())])
+    if prediction:
+        best = max(prediction["sizes"], key=lambda size: size["tokens_per_second"])
+        whose = f"with the hits of {prediction['pilot']}" if prediction["pilot"] else (
+            f"if {prediction['acceptance']:.0%} of the drafts are right")
+        say(f"predicted {whose}, {prediction['steps']} steps, one prompt at a time, {prediction['dtype']} on this machine "
+            f"({prediction['device']}, {prediction['threads']} threads): a step of plain decoding {prediction['plain_ms']:.1f} ms, a "
+            f"verification {prediction['verify_ms']:.1f} ms; {best['draft_vocab']} rows are fastest. The ceiling is what a drafter reaches "
+            f"that misses only what its vocabulary lacks")
+
+
+def print_lines(rows):
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for first, *cells in rows:
+        say("  ".join([f"{first:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 import time
-from argparse import ArgumentTypeError
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -18,8 +17,9 @@ from platform import python_version
 
 import torch
 
-from common.cli import Parser, Progress, UserError, human_bytes, in_range, positive_int, run, say
-from common.conversations import Skip, count_text, held_out, parse_row, read_rows
+from common.cli import Parser, Progress, UserError, human_bytes, positive_int, run, say
+from common.conversations import Skip, count_text, read_rows
+from common.corpus import add_data_arguments, first_question, longest_sample, prepare
 from common.decode import decode
 from common.files import check_output_folder, sha256_file, write_json
 from common.rendering import Renderer, chat_ids
@@ -39,21 +39,14 @@ def parse_args():
     add("--target", required=True, help="folder of a Hugging Face model, or a hub id")
     add("--data", required=True, help="JSON lines (README lists the kinds of rows); - is stdin")
     add("--out", required=True, type=Path, help="folder for the shards: new, empty, or one that this command began")
+    add_data_arguments(parser)
     add("--backend", choices=["hf"], default="hf", help="what runs the target: transformers")
     add("--regenerate", action="store_true",
         help="let the target write the answers: a drafter learns what the target says, and that is what it will be asked to guess")
-    add("--max-length", type=positive_int, metavar="N",
-        help="longest sample in tokens, the rest is cut off; default 2048, or the target's maximum where that is less: most chats fit")
     add("--max-new-tokens", type=positive_int, default=512, metavar="N", help="longest answer with --regenerate: most chats end before")
     add("--layers", default="auto", help="three HF hidden_states indices like 2,15,27; default auto, [2, n/2, n-3], as the engines "
         "capture by themselves")
     add("--store", choices=list(DTYPES), default="bf16", help="dtype on disk; default bf16, which never overflows")
-    add("--heldout", type=in_range(0, 1, low_too=True), default=0.05, metavar="SHARE",
-        help="share of conversations set aside for measuring, by a hash of their content; default 0.05: enough to measure, little lost. "
-             "1 makes shards to evaluate on")
-    add("--template-kwargs", type=json_object, default={}, metavar="JSON",
-        help="arguments for the chat template, the same as when serving, like {\"enable_thinking\": false}")
-    add("--system", help="system prompt for rows that have none")
     add("--temperature", default="0", metavar="T",
         help="of the answers; 0 is greedy, what a drafter guesses best; config: what the target's generation config says")
     add("--top-p", type=float, default=1.0, metavar="P", help="for temperature > 0; 1 keeps everything")
@@ -67,7 +60,6 @@ def parse_args():
         "ends; default 128")
     add("--block-lines", type=positive_int, metavar="N",
         help=f"input lines of a shard; default {BLOCK_LINES}, fewer when that could pass {human_bytes(BLOCK_BYTES)}")
-    add("--limit", type=positive_int, metavar="N", help="only the first N rows; default all")
     add("--verify", action="store_true", help="when going on, check the sha256 of the finished shards and redo damaged ones")
     add("--dry-run", action="store_true", help="print samples, tokens and bytes and stop; touches nothing")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target")
@@ -76,29 +68,12 @@ def parse_args():
     return parser.parse_args()
 
 
-def json_object(text):
-    try:
-        value = json.loads(text)
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ArgumentTypeError(f"{text} is no JSON object like {{\"enable_thinking\": false}}")
-    reserved = {"chat_template", "tokenize", "tools", "add_generation_prompt", "return_dict", "conversation"} & value.keys()
-    if reserved:
-        raise ArgumentTypeError(f"{min(reserved)} is set by this script, not by template arguments")
-    return value
-
-
 def main():
     args = parse_args()
     started = time.monotonic()
     target = open_target(args.target, args.revision, args.trust_remote_code)
     layers = parse_layers(args.layers, target.num_layers)
-    longest = target.text.get("max_position_embeddings") or 2048
-    max_length = args.max_length or min(2048, longest)
-    if max_length > longest:
-        raise UserError(f"--max-length {max_length} is more than the target's {longest} positions; give at most {longest}")
+    max_length = longest_sample(args, target)
     check_output_folder(args.out, MANIFEST)
     tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
     stops = stop_ids(target, tokenizer)
@@ -158,77 +133,6 @@ def main():
     return {**done, "bytes": sum(entry["bytes"] for entry in manifest["shards"]), "bytes_per_token": row_bytes, "seconds": seconds,
             "tokens_per_second": (done["tokens"] - done_before["tokens"]) / seconds, "shards": len(manifest["shards"]),
             "dropped_or_cut": dict(notes), "forced": manifest["forced"], "out": str(args.out)}
-
-
-def prepare(rows, renderer, target, args, max_length):
-    """(conversations, [(line, reason) of skipped rows], Counter of things to tell, names of sources): all that is known before the
-    target runs. A conversation is parse_row's dict with line, source_id, heldout, `bound` (its tokens, at most when
-    regenerated), `samples`, and input_ids and loss_mask of what is given."""
-    conversations, skipped, notes, sources, example = [], [], Counter(), [], None
-    progress = Progress(len(rows), "rows", "reading")
-    for line, row in rows:
-        progress.update(1)
-        try:
-            conversation = parse_row(row, args.system, args.regenerate)
-            if "messages" in conversation and not renderer.tokenizer.chat_template:
-                raise UserError(f"{target.folder} has no chat template and line {line + 1} of {args.data} needs one; put the model's "
-                                f"chat_template.jinja there, or give rows with text or input_ids")
-            encode(conversation, renderer, target, args, max_length, notes)
-        except Skip as skip:
-            skipped.append((line, skip.reason))
-            example = example or f"line {line + 1}: {skip}"
-            continue
-        source = str(row.get("source") or row.get("category") or "")
-        if source not in sources:
-            sources.append(source)
-        conversations.append({**conversation, "line": line, "source_id": sources.index(source)})
-    progress.close()
-    if not conversations:
-        reasons = count_text(Counter(reason for _, reason in skipped))
-        raise UserError(f"--data {args.data}: none of its {len(rows)} rows gives a sample ({reasons}; {example})")
-    for conversation, flag in zip(conversations, held_out([c["key"] for c in conversations], args.heldout), strict=True):
-        conversation["heldout"] = int(flag)
-    if not args.regenerate:
-        share = sum(sum(c["loss_mask"]) for c in conversations) / sum(c["bound"] for c in conversations)
-        if share < 0.02:
-            say(f"warning: only {share:.2%} of the tokens are supervised; is this the right chat template?")
-    return conversations, skipped, +notes, sources
-
-
-def encode(conversation, renderer, target, args, max_length, notes):
-    """Add bound and samples, and the ids and mask of a given conversation. Raises Skip when nothing is left to learn from."""
-    if args.regenerate:
-        script, gaps = conversation["messages"], conversation["messages"].count(None)
-        prompt = len(renderer.prompt_ids(first_question(conversation), conversation["tools"]))
-        if prompt >= max_length:
-            raise Skip("prompt too long", f"its prompt fills the {max_length} tokens of --max-length")
-        later = len(renderer.ids("\n".join(message["content"] for message in script[script.index(None) :] if message)))
-        each = min(max_length, prompt + later + gaps * args.max_new_tokens + 16 * len(script))  # 16: room for headers
-        conversation.update(samples=gaps, bound=each * gaps)
-        notes["answers that call tools are kept as given, not regenerated"] += sum(
-            1 for message in script if message and message["role"] == "assistant")
-        return
-    if "messages" in conversation:
-        ids, mask, dropped = renderer.encode(conversation["messages"], conversation["tools"])
-        for what, turns in dropped.items():
-            notes[f"answers whose {what} the chat template drops"] += turns
-    elif "text" in conversation:
-        ids = renderer.tokenizer(conversation["text"])["input_ids"]
-        mask = [1] * len(ids)
-    else:
-        ids, mask = conversation["input_ids"], conversation["loss_mask"]
-        if max(ids) >= target.vocab_size:
-            raise Skip("malformed", f"token id {max(ids)} is not in 0..{target.vocab_size - 1}")
-    notes[f"samples cut at {max_length} tokens"] += len(ids) > max_length
-    mask = [0, *mask[1:max_length]]  # nothing predicts the first token
-    if not any(mask):
-        raise Skip("no supervised token")
-    conversation.update(input_ids=ids[:max_length], loss_mask=mask, bound=len(mask), samples=1)
-
-
-def first_question(conversation):
-    """The messages before the first answer that is to be written."""
-    return conversation["messages"][: conversation["messages"].index(None)]
 
 
 def extract(manifest, missing, conversations, skipped_rows, renderer, target, layers, args):

@@ -188,9 +188,9 @@ def main():
     trainable = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     covered, unseen = 1.0, 1.0 if len(eval_samples) else None
     if map_rows is not None:
-        counted, aside = shards.supervised_counts(target.vocab_size)
+        counted, aside = shards.supervised_counts()
         if args.eval_shards:
-            counted, aside = counted + aside, sum(evaluation.supervised_counts(target.vocab_size))
+            counted, aside = counted + aside, sum(evaluation.supervised_counts())
         covered, unseen = coverage(counted, map_rows.numpy()), coverage(aside, map_rows.numpy())
         if not covered:
             raise UserError("no supervised token is in the draft vocabulary: the map was counted on other data; make one for these shards")

@@ -29,18 +29,24 @@ def replace_file(path, write):
 
 
 def replace_folder(path, fill):
-    """`fill(temporary folder)`, flush its files, then rename it to `path`, which must not exist."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    """`fill(temporary folder)`, flush its files, then rename it to `path`; a folder that is there is replaced.
+
+    The new one is whole on disk before the old one moves; a reader sees the one, the other, or for an instant none.
+    """
+    path = Path(path).absolute()
+    temporary, old = (path.with_name(f".{path.name}{what}.tmp-{os.getpid()}") for what in ("", "-old"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         fill(temporary)
         for file in temporary.rglob("*"):
             _sync(file)
+        if path.exists():
+            os.rename(path, old)
         os.rename(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     _sync(path.parent)
 
 

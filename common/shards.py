@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from common.cli import UserError
 from common.files import read_json, replace_file, sha256_file, sha256_json
 from common.target import check_same_target, open_target, tokenizer_sha256
+from common.vocab import count_ids
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -126,23 +127,26 @@ class Shards:
                 raise UserError(f"{where}: {name} holds NaN or infinity; extract it again")
         return tensors
 
-    def supervised_counts(self, vocab_size):
-        """How often each id is supervised: (int64 [V] in the samples to train on, int64 [V] in the held-out ones).
+    def supervised(self):
+        """The supervised tokens, shard by shard: (ids int32 [n], held out bool [n], source int32 [n]).
 
         Raises UserError for an id that the target does not have.
         """
-        counted, heldout = np.zeros(vocab_size, dtype=np.int64), np.zeros(vocab_size, dtype=np.int64)
+        size = self.manifest["target"]["vocab_size"]
         for file in self.files:
             keep = file.get_tensor("loss_mask").numpy().astype(bool)
             lengths = np.diff(file.get_tensor("cu_seqlens").numpy())
             aside = np.repeat(file.get_tensor("heldout").numpy().astype(bool), lengths)[keep]
+            source = np.repeat(file.get_tensor("source_ids").numpy(), lengths)[keep]
             ids = file.get_tensor("input_ids").numpy()[keep]
-            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            if len(ids) and not 0 <= ids.min() <= ids.max() < size:
                 raise UserError(f"{self.folder} holds token id {ids.min() if ids.min() < 0 else ids.max()}, the target's are "
-                                f"0..{vocab_size - 1}: extract again")
-            counted += np.bincount(ids[~aside], minlength=vocab_size)
-            heldout += np.bincount(ids[aside], minlength=vocab_size)
-        return counted, heldout
+                                f"0..{size - 1}: extract again")
+            yield ids, aside, source
+
+    def supervised_counts(self):
+        """How often each id is supervised: (int64 [V] in the samples to train on, int64 [V] in the held-out ones)."""
+        return count_ids(self.supervised(), self.manifest["target"]["vocab_size"])
 
 
 def read_manifest(folder):

@@ -1,0 +1,196 @@
+"""What a draft vocabulary of each size would cover, cost and reach, before anything is trained; and a drafter cut to one."""
+
+from statistics import median
+
+import numpy as np
+import torch
+
+from common.cli import UserError, say
+from common.decode import decode
+from common.drafter import Drafter, drafter_config, load_drafter
+from common.figures import accept_figures, figure_class, rounded
+from common.files import replace_file
+from common.prompts import heldout_prompts
+from common.target import check_same_target
+from common.target_model import TargetModel
+from common.training import DRAFTED, draft_hits, simulate
+from common.ttt import make_batch, supervised_rows
+
+SOURCES = 40  # that are told apart, the largest
+DRAWN = 8  # of them in a plot
+TIMED_TOKENS, TIMED_PROMPTS, TURNS = 17, 2, 2  # a drafter's decoding is timed over so many tokens, prompts, and rounds of all drafters
+
+
+def pruned(drafter, rows):
+    """A full-vocabulary Drafter cut to the lm_head rows of target ids int64 [D]; everything else is shared. None keeps all rows."""
+    if rows is None:
+        return drafter
+    with torch.device("meta"):
+        cut = Drafter({**drafter.config, "draft_vocab_size": len(rows)})
+    head = drafter.lm_head.weight
+    cut.load_state_dict({**drafter.state_dict(), "lm_head.weight": head[torch.as_tensor(rows, device=head.device)]}, assign=True)
+    cut.inverse_frequencies = drafter.inverse_frequencies  # a buffer that is not in the state
+    return cut.eval()
+
+
+def coverage_by_source(parts, order, sizes, names):
+    """{name: supervised_tokens, and coverage and coverage_heldout at each of `sizes`} of the largest sources; {} where there is one.
+
+    parts: as Shards.supervised gives them; order: int64 [V] ids as a draft vocabulary takes them; sizes: ascending.
+    """
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    counts = np.zeros((len(names), 2, len(sizes) + 1), dtype=np.int64)  # by source, held out, and first size that holds the token
+    for ids, aside, source in parts:
+        first = np.searchsorted(sizes, rank[ids], side="right")
+        counts += np.bincount((source.astype(np.int64) * 2 + aside) * (len(sizes) + 1) + first, minlength=counts.size).reshape(counts.shape)
+    totals = counts.sum((1, 2))
+    kept = [n for n in np.argsort(-totals, kind="stable").tolist() if totals[n]]
+    groups = {names[n] or "(none named)": counts[n] for n in kept[:SOURCES]}
+    if len(kept) > SOURCES:
+        groups[f"({len(kept) - SOURCES} others)"] = counts[kept[SOURCES:]].sum(0)
+    shares = {}
+    for name, group in groups.items() if len(groups) > 1 else ():
+        covered = [(row.cumsum()[:-1] / row.sum()).tolist() if row.any() else None for row in group]
+        shares[name] = {"supervised_tokens": int(group.sum()), "coverage": covered[0], "coverage_heldout": covered[1]}
+    return shares
+
+
+def predict(shards, target, maps, steps, acceptance, pilot_folder, dtype, trust_remote_code=False, force=False):
+    """What drafters with these vocabularies would reach here, one prompt at a time: a dict for vocab_map.json, key `prediction`.
+
+    maps: {D: target ids int64 [D], None for the full vocabulary}. Every step is timed with an untrained drafter of that size, as times
+    do not depend on what has been learnt. The ceiling is the accept length of a drafter that misses only what its vocabulary
+    lacks, walked over held-out answers. The accept length expected is that walk with the pilot's own hits or, without a pilot,
+    with a share `acceptance` of them, drawn.
+
+        tokens/s = n / (prefill + (n - 1) / accept length * (steps * draft + verify)), n: tokens of a mean held-out answer
+
+    Raises UserError without held-out samples.
+    """
+    samples = shards.heldout.nonzero()[0][:256]
+    if not len(samples):
+        raise UserError(f"{shards.folder} holds no held-out samples, on which --predict goes; extract with --heldout")
+    model = TargetModel(target, shards.manifest["layers"], dtype, trust_remote_code=trust_remote_code)
+    model.check_logits()
+    lengths = walk(shards, target, samples, maps, steps, acceptance, pilot_folder, force)
+    times = step_times(model, maps, steps, shards)
+    answer = max(2, round(shards.index[samples, 5].mean()))
+    plain = times["prefill_ms"] + (answer - 1) * times["plain_ms"]
+    sizes = []
+    for size, draft_ms in times.pop("draft_ms").items():
+        ceiling, expected = lengths[size]
+        milliseconds = times["prefill_ms"] + (answer - 1) / expected * (steps * draft_ms + times["verify_ms"])
+        sizes.append({"draft_vocab": size, "ceiling": rounded(ceiling), "accept_length": rounded(expected), "draft_ms": draft_ms,
+                      "tokens_per_second": rounded(1000 * answer / milliseconds), "speed_up": rounded(plain / milliseconds)})
+    return {"steps": steps, "pilot": pilot_folder and str(pilot_folder), "acceptance": None if pilot_folder else acceptance,
+            "dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type, "threads": torch.get_num_threads(),
+            "target_sha256": shards.manifest["target"]["tensors_sha256"], "answer_tokens": answer, **times, "sizes": sizes}
+
+
+@torch.inference_mode()
+def walk(shards, target, samples, maps, steps, acceptance, pilot_folder, force):
+    """{size: (ceiling, expected accept length)} over held-out samples, for `predict`."""
+    names, pilot = ("input_ids", "loss_mask", "target_argmax"), None
+    if pilot_folder:
+        names = DRAFTED
+        drafter, rows = load_drafter(pilot_folder)
+        made_for = (drafter.config.get("training") or {}).get("target") or {}
+        if warning := check_same_target(made_for, shards.manifest["target"], f"the pilot {pilot_folder} was", force):
+            say(f"warning: {warning}")
+        if max(maps) > (size := drafter.config["draft_vocab_size"]):
+            say(f"the pilot has {size} rows: what it would reach with more is at least what is told")
+        pilot = drafter, target.embedding().float(), rows
+    known = {size: None if rows is None else torch.from_numpy(np.isin(np.arange(target.vocab_size), rows)) for size, rows in maps.items()}
+    generator, counts = torch.Generator().manual_seed(0), {size: torch.zeros(2, 2, steps, dtype=torch.int64) for size in maps}
+    for first in range(0, len(samples), 8):
+        batch = make_batch([shards.sample(int(number), names) for number in samples[first : first + 8]])
+        rows, supervised = supervised_rows(batch["loss_mask"], batch["bounds"], steps)
+        at = rows[None] + torch.arange(1, steps + 1)[:, None]  # [K, R] the row where the target chooses what is drafted
+        chosen = batch["target_argmax"][at.clamp(max=len(batch["input_ids"]) - 1)]
+        hits = (draft_hits(pilot[0], pilot[1], batch, pilot[2], steps)[1] if pilot
+                else torch.rand(supervised.shape, generator=generator) < acceptance)
+        for size, inside in known.items():
+            possible = supervised if inside is None else supervised & inside[chosen]
+            for n, found in enumerate((possible, possible & hits)):
+                counts[size][n] += simulate(batch["loss_mask"], batch["bounds"], rows, found).sum(0)
+    lengths = {size: [accept_figures(*part.tolist())[0] for part in both] for size, both in counts.items()}
+    if None in lengths[max(maps)]:
+        raise UserError(f"the held-out answers of {shards.folder} are too short to predict from; extract longer ones")
+    return lengths
+
+
+@torch.inference_mode()
+def step_times(model, maps, steps, shards):
+    """Median milliseconds of plain decoding's step, of a verification, of reading a prompt, and of a drafting step by size."""
+    target = model.target
+    embedding = target.embedding().to(model.device, model.dtype)
+    with torch.device(model.device):
+        full = Drafter(drafter_config(target, target.vocab_size, shards.manifest["layers"])).to(model.dtype).eval()
+    drafters = {size: (pruned(full, rows), embedding, None if rows is None else torch.as_tensor(rows, device=model.device), None)
+                for size, rows in maps.items()}
+    prompts = [conversation.script[0] for conversation in heldout_prompts(shards, TIMED_PROMPTS)]
+    limits = min(TIMED_TOKENS, target.text["max_position_embeddings"] - steps - 1 - max(map(len, prompts)))
+    if limits < 3:
+        raise UserError(f"the prompts of {shards.folder} leave no room for an answer in the target's positions, to time one")
+    found = {size: [] for size in (0, *maps)}  # 0: plain decoding
+    for turn in range(TURNS + 1):
+        for size, groups in found.items():
+            for prompt in prompts:
+                group = decode(model, [prompt], limits if turn else 2, set(), drafters.get(size, ()), steps, 1, steps + 1)
+                if turn:  # the first, short round warms up
+                    groups.append(group)
+
+    def milliseconds(groups, read):
+        return rounded(1000 * median(seconds for group in groups for seconds in read(group)))
+
+    drafted = [group for size in maps for group in found[size]]
+    return {"plain_ms": milliseconds(found[0], lambda group: group.verify_seconds),
+            "prefill_ms": milliseconds(found[0], lambda group: [group.seconds - sum(group.verify_seconds)]),
+            "verify_ms": milliseconds(drafted, lambda group: group.verify_seconds),
+            "draft_ms": {size: rounded(milliseconds(found[size], lambda group: group.draft_seconds) / steps) for size in maps}}
+
+
+def plot_vocabulary(path, title, curve, sources, costs, prediction):
+    """Write a PNG: coverage over the size, counted, held out and by source; the head's cost; and tokens/s where predicted.
+
+    curve: vocab_map.json's; sources: as coverage_by_source gives them at the curve's sizes; costs: head_costs of the chosen sizes.
+    """
+    figure = figure_class()(figsize=(15 if prediction else 10.5, 4.8), layout="constrained")
+    axes = figure.subplots(1, 3 if prediction else 2)
+    chosen = [cost["draft_vocab"] for cost in costs]
+    first = next(n for n, point in enumerate(curve) if point["draft_vocab"] >= chosen[0] / 8)
+    sizes = [point["draft_vocab"] for point in curve[first:]]
+    for name, part in list(sources.items())[:DRAWN]:
+        label = name if part["coverage_heldout"] else f"{name} (counted)"
+        axes[0].plot(sizes, (part["coverage_heldout"] or part["coverage"])[first:], linewidth=0.8, alpha=0.7, label=label)
+    axes[0].plot(sizes, [point["coverage"] for point in curve[first:]], "k--", label="all, counted")
+    if curve[0]["coverage_heldout"] is not None:
+        axes[0].plot(sizes, [point["coverage_heldout"] for point in curve[first:]], "k", linewidth=2, label="all, held out")
+    axes[0].set_ylabel("share of supervised tokens covered")
+    axes[0].legend(fontsize="small")
+    axes[1].plot(chosen, [cost["bytes"] / 2**20 for cost in costs], "o-")
+    for cost in costs:
+        share = "" if cost["share"] is None else f"{cost['share']:.0%}"
+        axes[1].annotate(share, (cost["draft_vocab"], cost["bytes"] / 2**20), textcoords="offset points", xytext=(-4, 8), ha="right",
+                         fontsize="small")
+    axes[1].set_ylabel("lm_head, MiB in bfloat16 (%: of a step's multiply-adds)")
+    if prediction:
+        lengths = [size["accept_length"] for size in prediction["sizes"]]
+        axes[2].plot(chosen, [size["tokens_per_second"] for size in prediction["sizes"]], "o-",
+                     label=f"with a drafter, accept lengths {lengths[0]:.2f} to {lengths[-1]:.2f}")
+        plain = [size["tokens_per_second"] / size["speed_up"] for size in prediction["sizes"]]
+        axes[2].plot(chosen, plain, color="grey", linestyle=":", label="plain decoding")
+        axes[2].set(ylabel=f"predicted tokens/s, {prediction['steps']} steps, {prediction['dtype']}, {prediction['device']}")
+        axes[2].legend(fontsize="small", loc="lower left")
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("draft vocabulary")
+        axis.grid(alpha=0.3)
+    for axis in axes[1:]:
+        axis.set_xticks(chosen, [f"{size:,}" for size in chosen], rotation=30, ha="right")
+        axis.margins(x=0.15, y=0.15)
+        axis.set_ylim(bottom=0)
+    axes[0].xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    figure.suptitle(title, fontsize="medium")
+    replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
