@@ -211,7 +211,7 @@ def names(entries):
 
 def plot(path, summary):
     """Write a PNG: accept length with its interval per drafter and category, acceptance per depth, and, where drafters have different
-    draft vocabularies, tokens/s (without it the accept length) over their size."""
+    draft vocabularies, the speed-up (without it tokens/s or the accept length) over their size."""
     Figure = figure_class()
     entries, sizes = summary["drafters"], {entry["draft_vocab"] for entry in summary["drafters"]} - {None}
     categories = list(dict.fromkeys(name for entry in entries for name in entry.get("categories") or {}))
@@ -251,10 +251,11 @@ def plot(path, summary):
 
 
 def plot_sizes(axes, entries, colors):
-    """Tokens/s over the draft vocabulary, or simulated accept lengths where none is timed: measured points with the legend's numbers,
-    predicted ones hollow."""
-    timed = any(entry.get("tokens_per_second") for entry in entries)
-    key, predicted_key = ("tokens_per_second",) * 2 if timed else ("simulated_accept_length", "accept_length")
+    """The speed-up over the draft vocabulary (tokens/s without plain decoding, else simulated accept lengths): measured points with the
+    legend's numbers, predicted ones hollow."""
+    kinds = (("speed_up", "speed_up", "speed-up over plain decoding"), ("tokens_per_second", "tokens_per_second", "tokens/s"),
+             ("simulated_accept_length", "accept_length", "simulated accept length"))
+    key, predicted_key, title = next((kind for kind in kinds if any(entry.get(kind[0]) for entry in entries)), kinds[-1])
     points, predicted = [], {}
     for number, entry in enumerate(entries):
         if entry.get(key) is not None and entry["draft_vocab"]:
@@ -270,13 +271,9 @@ def plot_sizes(axes, entries, colors):
         axes.plot(size, value, "o", color=colors[number])
         axes.annotate(number + 1, (size, value), (-7 if left else 7, 0), textcoords="offset points", va="center",
                       ha="right" if left else "left", color=colors[number], fontweight="bold")
-    for plain in {entry.get("baseline_tokens_per_second") for entry in entries} - {None} if timed else ():
-        axes.axhline(plain, color="grey", linestyle="--", linewidth=0.8)
-        axes.annotate("plain decoding", (0, plain), (3, 2), xycoords=("axes fraction", "data"), textcoords="offset points",
-                      fontsize="small", color="grey")
     sizes = sorted({entry["draft_vocab"] for entry in entries} - {None})
     axes.set(xlabel=f"draft vocabulary{'; hollow: predicted' if predicted else ''}", xscale="log",
-             ylabel="tokens/s" if timed else "simulated accept length")
+             ylabel=title)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45, ha="right")
     axes.minorticks_off()
     axes.margins(0.1)

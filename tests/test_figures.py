@@ -386,18 +386,18 @@ def test_plot_is_a_whole_png(tmp_path, monkeypatch):
     panels, subplots = [], figure_class().subplots
     monkeypatch.setattr(figure_class(), "subplots", lambda *given, **more: panels.append(subplots(*given, **more)) or panels[-1])
     summary = summary_of()
-    summary["drafters"][1] |= {"draft_vocab": 49152, "tokens_per_second": 4.0}
+    summary["drafters"][1] |= {"draft_vocab": 49152, "speed_up": 0.9}
     summary["drafters"][0]["predicted"] = predicted(8000, 2.0, 6.0, 1.1)
     plot(tmp_path / "sizes.png", summary)
     sizes = panels[0][2]
     assert len(panels[0]) == 3 and sizes.get_xscale() == "log" and [text.get_text() for text in sizes.texts[:2]] == ["1", "2"]
     drawn = [(list(line.get_xdata()), list(line.get_ydata()), line.get_fillstyle()) for line in sizes.lines[:3]]
-    assert drawn == [([8000], [6.0], "none"), ([8000], [5.3333], "full"), ([49152], [4.0], "full")]
-    summary["drafters"] += [{**summary["drafters"][0], "tokens_per_second": 5.0 + number} for number in range(3)]
+    assert drawn == [([8000], [1.1], "none"), ([8000], [summary["drafters"][0]["speed_up"]], "full"), ([49152], [0.9], "full")]
+    summary["drafters"] += [{**summary["drafters"][0], "speed_up": 1.0 + number} for number in range(3)]
     plot(tmp_path / "same.png", summary)
     assert [text.get_ha() for text in panels[-1][2].texts[:5]] == ["left", "right", "left", "right", "left"]  # 8000 four times, 49152
     for entry in summary["drafters"]:
-        entry |= {"tokens_per_second": None, "simulated_accept_length": 1.5}
+        entry |= {"speed_up": None, "tokens_per_second": None, "simulated_accept_length": 1.5}
     plot(tmp_path / "simulated.png", summary)
     assert panels[-1][2].get_ylabel() == "simulated accept length" and list(panels[-1][2].lines[1].get_ydata()) == [1.5]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
