@@ -7,25 +7,32 @@ a full-vocabulary drafter to that map instead; with --from-checkpoint it writes 
 """
 
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from common.cli import Parser, UserError, human_bytes, in_range, positive_int, run, say
+from common.cli import Parser, UserError, finite, human_bytes, in_range, positive_int, run, say
 from common.conversations import count_text, read_rows
 from common.corpus import add_data_arguments, longest_sample, prepare
-from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
-from common.figures import figure_class
+from common.drafter import load_drafter, save_drafter
+from common.figures import check_plot
 from common.files import TEMPORARY, check_output_folder, read_json, replace_folder, sha256_file
-from common.plan import check_fits, coverage_by_source, plot_vocabulary, predict, pruned
+from common.plan import (
+    check_fits,
+    coverage_by_source,
+    coverage_curve,
+    head_costs,
+    layer_multiply_adds,
+    plot_vocabulary,
+    predict,
+    pruned,
+)
 from common.rendering import Renderer, chat_ids
-from common.sampling import stop_ids
-from common.shards import Shards, open_shards_target
-from common.target import chat_template_sha256, check_same_target, load_tokenizer, open_target, tokenizer_sha256
+from common.sampling import end_ids, stop_ids
+from common.shards import Shards, check_shards, open_shards_target, other_template
+from common.target import chat_template_sha256, load_tokenizer, open_target, tokenizer_sha256
 from common.vocab import (
     MAP_FILE,
     MAP_FILES,
@@ -38,9 +45,11 @@ from common.vocab import (
     ranking,
     rows_to_d2t,
     save_map,
+    shortened,
 )
 
 TARGET_KEYS = ("name", "tensors_sha256", "text_config_sha256", "vocab_size", "hidden_size")
+MADE_OF = ("shards_sha256", "data_sha256", "tokenizer_sha256", "chat_template_sha256", "template_kwargs", "max_length")
 MARKERS = {"tool calls": ("tool", "function"), "thinking": ("think", "channel")}  # parts of chat tokens, by what they are for
 
 
@@ -62,8 +71,8 @@ def parse_arguments():
     add("--data", metavar="FILE",
         help="count the answers in this file of JSON lines (- is stdin) instead, as --target's tokenizer and template write them: no model "
              "runs. A drafter is asked for what the target answers: where these answers are not its own, --shards is the better count")
-    add("--target", metavar="MODEL", help="folder or hub id of the target, for --data, and for --predict where it is no longer where the "
-        "shards say; only its tokenizer, lm_head and embedding are read, unless --predict runs it")
+    add("--target", metavar="MODEL", help="folder or hub id of the target, for --data; with --shards or --vocab-map it must be theirs; "
+        "default for --predict: where the shards say. Only its tokenizer, lm_head and embedding are read, unless --predict runs it")
     add_data_arguments(parser)
     add("--draft-vocab", metavar="N[,N...]",
         help="rows of the drafter's lm_head; several with commas are counted once and written to OUT/N/ each. No default: "
@@ -75,16 +84,17 @@ def parse_arguments():
     add("--prune", type=Path, metavar="DRAFTER",
         help="cut this full-vocabulary drafter to the counted map, without training: OUT is then a drafter; default no")
     add("--vocab-map", type=Path, metavar="DIR", help="with --prune: cut to this map, and count nothing; default: count")
-    add("--plot", type=Path, metavar="PNG", help="also plot coverage and cost by size, and --predict's speeds; default no")
+    add("--plot", type=Path, metavar="PNG", help="also plot coverage and cost by size, and --predict's speeds; default no. A PNG that "
+        "is there is replaced")
     add("--predict", type=positive_int, metavar="STEPS",
         help="also run the target on a few held-out prompts, time verifications and drafting steps of every size on this machine, and "
              "predict accept length and tokens/s of so many drafts per verification; default no: it loads the target")
     add("--pilot", type=Path, metavar="DRAFTER",
         help="a drafter at hand, of any size, whose hits on the held-out answers --predict expects of the others as well; default none")
-    add("--acceptance", type=in_range(0, 1), default=0.6,
+    add("--acceptance", type=in_range(0, 1),
         help="without --pilot, the share of drafts that --predict takes to be right where the vocabulary has the token; default 0.6, a "
              "guess: the order of the sizes, not their speed, is what it tells")
-    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"],
         help="of --predict's target and drafters; default auto, the target's own, as it is served")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target; default no, since it can do anything")
     add("--revision", metavar="NAME", help="of a hub id; default its main one")
@@ -112,12 +122,14 @@ def parse_arguments():
         raise UserError("--prune cuts to a map, --from-checkpoint writes one; give one of them")
     if (args.predict or args.plot) and not (args.shards or args.data) or args.predict and not args.shards:
         raise UserError("--predict goes with --shards, on whose held-out answers it walks, and --plot with --shards or --data")
-    if args.pilot and not args.predict:
-        raise UserError("--pilot is for --predict STEPS; add it, or leave --pilot out")
+    for key in ("pilot", "acceptance", "dtype"):
+        if getattr(args, key) is not None and not args.predict:
+            raise UserError(f"--{key} is for --predict STEPS; add it, or leave --{key} out")
+    if args.pilot and args.acceptance is not None:
+        raise UserError("--acceptance is a guess for want of a --pilot, whose own hits are taken; leave one of them out")
+    args.acceptance, args.dtype = args.acceptance or 0.6, args.dtype or "auto"
     if args.plot:
-        figure_class()
-        if not args.plot.absolute().parent.is_dir() or args.plot.is_dir():
-            raise UserError(f"--plot {args.plot} cannot be written; give a file in a folder that exists")
+        check_plot(args.plot, args.out)
     return args
 
 
@@ -131,7 +143,11 @@ def main():
         if not {*TARGET_KEYS} <= (facts.get("target") or {}).keys():
             raise UserError(f"{args.vocab_map / MAP_FILE} does not say which target the map is for; make the map again")
         warnings = check_out(args.out, args, len(rows), facts)
+        if args.target:
+            made = SimpleNamespace(folder=args.vocab_map, manifest={"layers": None, "tokenizer_sha256": None, **facts})
+            check_target(args, made, warnings)
         warnings += check_fits(args.prune, drafter, facts["target"], facts.get("tokenizer_sha256"), args.force)
+        warnings += other_template(drafter.config.get("training") or {}, facts, args.vocab_map, f"the drafter {args.prune}")
         warn(warnings)
         return write(args, args.out, drafter, rows, facts, warnings)
 
@@ -142,9 +158,13 @@ def main():
     if len(sizes) > 1:
         check_parent(args.out)
     warnings = [warning for out, size in zip(outs, sizes, strict=True) for warning in check_out(out, args, size, corpus.facts)]
+    target = check_target(args, Shards(args.shards), warnings) if args.shards and (args.target or args.predict) else None
     pilot = load_drafter(args.pilot) if args.pilot else ()
     made_for = corpus.target, corpus.facts["tokenizer_sha256"], args.force
-    warnings += check_fits(args.prune, drafter, *made_for) if drafter else []
+    if drafter:
+        warnings += check_fits(args.prune, drafter, *made_for, Shards(args.shards).manifest["layers"] if args.shards else None)
+        trained = drafter.config.get("training") or {}
+        warnings += other_template(trained, corpus.facts, args.shards or args.data, f"the drafter {args.prune}")
     warnings += check_fits(args.pilot, pilot[0], *made_for) if pilot else []
 
     counted, heldout = count_ids(corpus.parts(), vocab_size)
@@ -161,10 +181,6 @@ def main():
     sources = coverage_by_source(corpus.parts(), order, points, corpus.sources)
     prediction = None
     if args.predict:
-        target = open_shards_target(Shards(args.shards), args.target, args.revision, args.trust_remote_code)
-        if warning := check_same_target(corpus.target, target.facts(), f"{args.shards} was", args.force):
-            warn([warning])
-            warnings.append(warning)
         prediction = predict(Shards(args.shards), target, {**maps, vocab_size: None}, args.predict, args.acceptance, pilot, args.dtype,
                              args.trust_remote_code)
         prediction["pilot"] = args.pilot and str(args.pilot)
@@ -202,18 +218,17 @@ def write(args, out, drafter, rows, facts, warnings):
         trained = drafter.config.get("training") or {}
         own = {"draft_vocab": drafter.config["draft_vocab_size"], "drafter": str(args.prune),
                "model_sha256": sha256_file(args.prune / "model.safetensors"),
-               **{key: facts.get(key) for key in ("shards_sha256", "data_sha256")}}
+               **{key: facts.get(key) for key in MADE_OF}}
         training = {**trained, "draft_vocab": size, "map_sha256": hash_, "coverage": facts.get("coverage"),
                     "coverage_heldout": facts.get("coverage_heldout"), "pruned_from": own, "accept_length": None, "acceptance": None,
-                    "warnings": [*trained.get("warnings", []), *warnings]}
-        dtype = drafter.config.get("torch_dtype") or drafter.config.get("dtype") or "bfloat16"
-        config = {**drafter.config, "torch_dtype": dtype, "draft_vocab_size": size, "training": training}
+                    "warnings": [*(trained["warnings"] if isinstance(trained.get("warnings"), list) else []), *warnings]}
+        config = finite({**drafter.config, "draft_vocab_size": size, "training": training})
         replace_folder(out, lambda folder: save_drafter(folder, pruned(drafter, rows).state_dict(), config, rows))
     else:
-        save_map(out, rows, vocab_size, facts)
+        save_map(out, rows, vocab_size, finite(facts))
     return {"vocab_size": vocab_size, "draft_vocab": size, "coverage": facts.get("coverage"),
             "coverage_heldout": facts.get("coverage_heldout"), "lm_head_params": size * hidden, "lm_head_bytes": 2 * size * hidden,
-            "forced": [int(i) for i in facts.get("forced", ())], "filled": facts.get("filled"), "map_sha256": hash_,
+            "forced": [int(i) for i in facts.get("forced") or ()], "filled": facts.get("filled"), "map_sha256": hash_,
             "sources": facts.get("sources"), "prediction": facts.get("prediction"), "pruned_from": str(args.prune) if drafter else None,
             "warnings": warnings, "out": str(out)}
 
@@ -243,11 +258,18 @@ def open_data(args):
     keep = [np.array(sample["loss_mask"], dtype=bool) for sample in samples]
     ids = np.concatenate([np.array(sample["input_ids"], dtype=np.int32)[mask] for sample, mask in zip(samples, keep, strict=True)])
     aside, source = (np.repeat([sample[key] for sample in samples], [mask.sum() for mask in keep]) for key in ("heldout", "source_id"))
-    facts, special = target.facts(), {"eos": stops, "chat": chat_ids(tokenizer, target.vocab_size)}
+    facts, special = target.facts(), {"eos": end_ids(target, tokenizer), "chat": chat_ids(tokenizer)}
     return Corpus(lambda: [(ids, aside.astype(bool), source)], sources, special, facts, {
         "target": {key: facts[key] for key in TARGET_KEYS}, "source": "data", "data": args.data, "shards_sha256": None,
         "tokenizer_sha256": tokenizer_sha256(target.folder), "chat_template_sha256": chat_template_sha256(tokenizer),
         "template_kwargs": args.template_kwargs, "data_sha256": data_sha256, "max_length": max_length})
+
+
+def check_target(args, made, warnings):
+    """The Target of --target, or else of `made`, Shards or what a map states in their place, which must have been made with it."""
+    target = open_shards_target(made, args.target, args.revision, args.trust_remote_code)
+    warnings += check_shards(made, target, target.facts(), made.manifest["layers"], args.force)
+    return target
 
 
 def open_full(folder):
@@ -293,7 +315,7 @@ def parse_sizes(text, vocab_size):
     try:
         sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise UserError(f"--draft-vocab {text} is neither a number like 32000 nor several like 8000,32000") from None
+        raise UserError(f"--draft-vocab {shortened(text)} is neither a number like 32000 nor several like 8000,32000") from None
     for size in sizes:
         check_size(size, vocab_size)
         if size == vocab_size:
@@ -323,11 +345,11 @@ def check_out(out, args, size, facts):
         raise UserError(f"--out {out} holds {extra[0]} beside {marker}, and replacing that would delete it; give another folder")
     old = read_json(out / marker)
     before = (old.get("training") or {}).get("pruned_from") if args.prune else old
-    if args.prune and not before:
+    if args.prune and not isinstance(before, dict):
         raise UserError(f"--out {out} holds a drafter that was not made by pruning; give another folder")
     wanted = {**facts, "model_sha256": sha256_file(args.prune / "model.safetensors")} if args.prune else facts
     compared = [("size", old.get("draft_vocab_size" if args.prune else "draft_vocab"), size),
-                *((f"{name} hash", before.get(f"{name}_sha256"), wanted.get(f"{name}_sha256")) for name in ("shards", "data", "model"))]
+                *((key.replace("_sha256", " hash"), before.get(key), wanted.get(key)) for key in (*MADE_OF, "model_sha256"))]
     if not args.prune:
         compared.insert(1, ("target hash", (old.get("target") or {}).get("tensors_sha256"), facts["target"]["tensors_sha256"]))
     for key, found, wanted in compared:
@@ -359,38 +381,6 @@ def forced_ids(special, vocab_size):
     elif absent := [what for what, parts in MARKERS.items() if not any(part in name.lower() for name in special["chat"] for part in parts)]:
         say(f"the tokenizer has no tokens of its own for {' or '.join(absent)}: none to force in")
     return dict(sorted(forced.items())), missing
-
-
-def coverage_curve(counted, heldout, order, sizes):
-    """[{draft_vocab, coverage, coverage_heldout}] of the maps of `sizes`; order: int64 [V] ids as a draft vocabulary takes them."""
-    shares = [np.cumsum(counts[order]) / counts.sum() if counts.any() else None for counts in (counted, heldout)]  # [V] each
-    return [{"draft_vocab": size, "coverage": float(shares[0][size - 1]),
-             "coverage_heldout": None if shares[1] is None else float(shares[1][size - 1])} for size in sizes]
-
-
-def layer_multiply_adds(target):
-    """Multiply-adds per token of a drafter's decoder layer, None when the target's text config does not say enough."""
-    from transformers import AutoConfig
-
-    text = dict(target["text_config"])
-    with suppress(TypeError, ValueError):  # no model type, or one with its own code: the file's own entries have to do
-        text = AutoConfig.for_model(**text).to_dict()  # fills in what the library takes for granted
-    known = SimpleNamespace(text=text, hidden_size=target["hidden_size"], vocab_size=target["vocab_size"], num_layers=0,
-                            model_class="")
-    try:
-        config = drafter_config(known, 1, [1, 2, 3])
-        with torch.device("meta"):
-            drafter = Drafter(config)
-    except (KeyError, UserError) as error:
-        say(f"the share of a drafting step is unknown: the target's text config does not say enough ({error})")
-        return None
-    return sum(weight.numel() for weight in drafter.midlayer.parameters() if weight.dim() == 2)
-
-
-def head_costs(sizes, hidden, layer):
-    """[{draft_vocab, parameters, bytes (bfloat16), share of a drafting step's multiply-adds or None}]."""
-    return [{"draft_vocab": size, "parameters": size * hidden, "bytes": 2 * size * hidden,
-             "share": None if layer is None else size * hidden / (size * hidden + layer)} for size in sizes]
 
 
 def print_table(costs, curve, sources, points, prediction):

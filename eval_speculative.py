@@ -24,14 +24,14 @@ from common.cli import Parser, Progress, UserError, in_range, positive_int, run,
 from common.conversations import count_text
 from common.decode import decode, head_seconds, transformers_generate
 from common.drafter import captured_layers, check_embedding, load_drafter
-from common.figures import figure_class, figures, plot, simulated_figures, table
+from common.figures import check_plot, figures, plot, simulated_figures, table
 from common.files import replace_file
 from common.prompts import read_prompts, waves
 from common.rendering import Renderer
 from common.sampling import stop_ids
 from common.sampling_check import check_sampling
 from common.serve import answer, serve_commands, server_settings, start_server
-from common.shards import Shards, check_shards, open_shards_target
+from common.shards import Shards, check_shards, open_shards_target, other_template
 from common.target import chat_template_sha256, check_same_target, load_tokenizer, open_target, tokenizer_sha256
 from common.target_model import TargetModel
 from common.training import simulated
@@ -90,7 +90,8 @@ def parse_arguments():
     add("--out", type=Path, metavar="FILE",
         help="also write the answers, and the drafted tokens of every verification, as JSON lines; default no")
     add("--plot", type=Path, metavar="PNG",
-        help="also plot accept lengths, acceptance per depth and, of several draft vocabularies, speed over size; default no")
+        help="also plot accept lengths, acceptance per depth and, of several draft vocabularies, speed over size; default no. A PNG "
+             "that is there is replaced")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target; default no, since it can do anything")
     add("--revision", metavar="NAME", help="of the target on the hub; default its main one")
     add("--force", action="store_true",
@@ -130,12 +131,11 @@ def parse_arguments():
         raise UserError(f"--seed {args.seed} has more than 64 bits; give a smaller number")
     if args.out and (not args.prompts or args.out == args.plot):
         raise UserError(f"--out {args.out} holds answers to --prompts; give those, and another file than --plot, or leave it out")
-    for name, path in (("--out", args.out), ("--plot", args.plot)):
-        if path and (path.exists() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
-            fault = "is there already" if path.exists() else "lies in a folder that does not exist, or cannot be written to"
-            raise UserError(f"{name} {path} {fault}; give the name of a new file in a folder where files can be made")
+    if (path := args.out) and (path.exists() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
+        fault = "is there already" if path.exists() else "lies in a folder that does not exist, or cannot be written to"
+        raise UserError(f"--out {path} {fault}; give the name of a new file in a folder where files can be made")
     if args.plot:
-        figure_class()
+        check_plot(args.plot)
     return args
 
 
@@ -154,8 +154,9 @@ def main():
     layers = [captured_layers(config, target.num_layers, folder) for config, folder in zip(configs, args.drafter, strict=True)]
     facts = target.facts()
     warnings = check_drafters(args, target, facts, tokenizer, configs)
-    for own in layers if shards else ():
+    for own, config, folder in zip(layers, configs, args.drafter, strict=True) if shards else ():
         warnings += check_shards(shards, target, facts, own, args.force)
+        warnings += other_template(config.get("training") or {}, shards.manifest, shards.folder, f"the drafter {folder}")
     prediction, more = read_prediction(args.prediction, facts, args.steps, args.force) if args.prediction else (None, [])
     for warning in (warnings := list(dict.fromkeys(warnings + more))):
         say(f"warning: {warning}")

@@ -23,7 +23,7 @@ from common.corpus import add_data_arguments, first_question, longest_sample, pr
 from common.decode import decode
 from common.files import check_output_folder, sha256_file, write_json
 from common.rendering import Renderer, chat_ids
-from common.sampling import random_numbers, sampling_settings, stop_ids
+from common.sampling import end_ids, random_numbers, sampling_settings, stop_ids
 from common.shards import FORMAT, MANIFEST, read_manifest, write_shard
 from common.target import chat_template_sha256, load_tokenizer, open_target, parse_layers, tokenizer_sha256
 from common.target_model import TargetModel
@@ -111,7 +111,7 @@ def main():
         "chat_template_sha256": chat_template_sha256(tokenizer),
         "template_kwargs": args.template_kwargs, "system": args.system, "sampling": sampling, "max_length": max_length,
         "data_sha256": data_sha256, "block_lines": block_lines, "heldout": args.heldout, "compute_dtype": args.dtype,
-        "backend": args.backend, "special_ids": {"eos": stops, "chat": chat_ids(tokenizer, target.vocab_size)}, "sources": sources,
+        "backend": args.backend, "special_ids": {"eos": end_ids(target, tokenizer), "chat": chat_ids(tokenizer)}, "sources": sources,
         "planned": {"lines": lines, "blocks": blocks}, "done": {}, "complete": False, "forced": [],
         "versions": {"python": python_version(), **{name: version(name) for name in ("torch", "transformers", "safetensors")}},
         "shards": [], "empty_blocks": [],

@@ -36,7 +36,7 @@ from common.checkpoint import (
 )
 from common.cli import Failed, Parser, Progress, UserError, finite, human_bytes, in_range, positive_int, run, say
 from common.drafter import Drafter, drafter_config, save_drafter
-from common.figures import accept_figures, figure_class, plot_training
+from common.figures import accept_figures, check_plot, plot_training
 from common.files import check_output_folder, read_json, sha256_file, write_json
 from common.shards import Shards, check_shards
 from common.start import covered_share, decide_vocabulary, named_map, probe, start_from_checkpoint, start_from_scratch
@@ -109,7 +109,7 @@ def parse_args():
         "weights; default 0, so that runs can be repeated")
     add("--log-with", choices=["tensorboard", "wandb", "trackio", "all"], help="also log to this tracker; metrics.jsonl is always written")
     add("--plot", type=Path, metavar="PNG", help="at the end, also plot losses, held-out accept length and acceptance, and learning rate; "
-        "default no")
+        "default no. A PNG that is there is replaced")
     add("--dry-run", action="store_true", help="print what would be trained and what it costs, and stop")
     add("--revision", metavar="NAME", help="hub revision of --target; default its main one")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the target's config; default off")
@@ -131,9 +131,7 @@ def main():
     if args.init == "scratch" and args.remap_vocab:
         raise UserError("--remap-vocab goes with --init checkpoint, whose lm_head rows it carries over; leave it out with --init scratch")
     if args.plot:
-        figure_class()
-        if not args.plot.absolute().parent.is_dir() or args.plot.is_dir():
-            raise UserError(f"--plot {args.plot} cannot be written; give a file in a folder that exists")
+        check_plot(args.plot, args.out)
     out = Path(args.out)
     check_output_folder(out, "run.json")
     shards = Shards(args.shards)

@@ -182,7 +182,7 @@ def _check_roles(roles, regenerate):
         raise Skip("assistant first")
     if "assistant" not in spoken:
         if not regenerate:
-            raise Skip("no answer", "no assistant message; --regenerate lets the target write one")
+            raise Skip("no answer", "no assistant message; extract_hidden_states.py --regenerate lets the target write one")
     elif any(a == b and a in ("user", "assistant") for a, b in zip(roles, roles[1:], strict=False)):
         raise Skip("doubled role")
 

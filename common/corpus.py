@@ -84,7 +84,9 @@ def encode(conversation, renderer, target, args, max_length, notes):
     """Add bound and samples, and the ids and mask of a given conversation. Raises Skip when nothing is left to learn from."""
     if args.regenerate:
         script, gaps = conversation["messages"], conversation["messages"].count(None)
-        prompt = len(renderer.prompt_ids(first_question(conversation), conversation["tools"]))
+        ids = renderer.prompt_ids(first_question(conversation), conversation["tools"])
+        check_ids(ids, target)
+        prompt = len(ids)
         if prompt >= max_length:
             raise Skip("prompt too long", f"its prompt fills the {max_length} tokens of --max-length")
         later = len(renderer.ids("\n".join(message["content"] for message in script[script.index(None) :] if message)))
@@ -102,13 +104,18 @@ def encode(conversation, renderer, target, args, max_length, notes):
         mask = [1] * len(ids)
     else:
         ids, mask = conversation["input_ids"], conversation["loss_mask"]
-        if max(ids) >= target.vocab_size:
-            raise Skip("malformed", f"token id {max(ids)} is not in 0..{target.vocab_size - 1}")
+    check_ids(ids, target)
     notes[f"samples cut at {max_length} tokens"] += len(ids) > max_length
     mask = [0, *mask[1:max_length]]  # nothing predicts the first token
     if not any(mask):
         raise Skip("no supervised token")
     conversation.update(input_ids=ids[:max_length], loss_mask=mask, bound=len(mask), samples=1)
+
+
+def check_ids(ids, target):
+    """Skip a row with a token that has no row in the target's lm_head, be it given or its tokenizer's."""
+    if max(ids, default=0) >= target.vocab_size:
+        raise Skip("malformed", f"token id {max(ids)} is not in 0..{target.vocab_size - 1}, the rows of the target's lm_head")
 
 
 def first_question(conversation):

@@ -20,7 +20,7 @@ from torch import nn
 from common.cli import UserError
 from common.files import read_json, replace_file, write_json
 from common.target import default_layers
-from common.vocab import check_map, map_sha256, rows_to_d2t
+from common.vocab import check_map, is_share, map_sha256, rows_to_d2t
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -213,10 +213,15 @@ def load_drafter(folder, dtype=torch.float32, ordered=True):
             raise UserError(f"{folder}: {key} is {config.get(key)!r} in its config, an integer is wanted")
     training = config.get("training") or {}
     if not isinstance(config.get("rms_norm_eps"), float) or not isinstance(training, dict) or not all(
-            isinstance(training.get(key) or {}, dict) for key in ("target", "template_kwargs")):
-        raise UserError(f"{folder}: its config has no usable rms_norm_eps or training block; export the drafter again")
+            isinstance(training.get(key) or {}, dict) for key in ("target", "template_kwargs")) or not all(
+            is_share(training.get(key)) for key in ("coverage", "coverage_heldout")):
+        raise UserError(f"{folder}: its config has no usable rms_norm_eps or training block (its target, template_kwargs, "
+                        f"coverage); export the drafter again")
     if type(config.get("draft_vocab_size")) is not int:
         raise UserError(f"{folder}: draft_vocab_size is {config.get('draft_vocab_size')!r} in its config, an integer is wanted")
+    config["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    if config["torch_dtype"] not in ("float32", "bfloat16", "float16"):
+        raise UserError(f"{folder}: torch_dtype is {config['torch_dtype']!r} in its config; float32, bfloat16 or float16 is wanted")
     if config.get("norm_before_residual"):
         raise UserError(f"{folder} is of the kind with norm_before_residual, which SGLang does not know; use one without")
     try:
@@ -254,7 +259,7 @@ def load_drafter(folder, dtype=torch.float32, ordered=True):
         if len(rows) != config["draft_vocab_size"] or len(t2d) != config["vocab_size"]:
             raise UserError(f"{folder}: its map is {len(rows)} of {len(t2d)} ids, its config says {config['draft_vocab_size']} of "
                             f"{config['vocab_size']}")
-        stated, found = training.get("map_sha256"), map_sha256(rows_to_d2t(rows.sort().values.numpy()))
+        stated, found = training.get("map_sha256"), map_sha256(rows_to_d2t(rows.numpy()))  # in their stored order
         if isinstance(stated, str) and stated != found:
             raise UserError(f"{folder}: its d2t has hash {found[:12]}, and its lm_head was trained with the map {stated[:12]}: a map was "
                             f"copied over, with which its rows mean other tokens; put back the model.safetensors that training wrote")

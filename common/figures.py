@@ -6,6 +6,7 @@ a group has the answers that were decoded together, their wall time `seconds`, a
 
 import math
 import os
+import tempfile
 from statistics import median
 
 import numpy as np
@@ -16,6 +17,7 @@ from common.files import replace_file
 DRAWS = 2000  # of a bootstrap
 FEW = 10  # prompts or samples
 TIE = 4  # rounding steps between two logits: as much as another order of adding up moves them
+PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
 SHOWN = 5  # differences of one drafter in the table
 COLUMNS = [  # title, key, digits
     ("vocab", "draft_vocab", 0), ("cover", "coverage", 4), ("conc.", "concurrency", 0), ("accept", "accept_length", 3),
@@ -304,6 +306,20 @@ def plot_training(path, records):
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
     replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+
+
+def check_plot(path, out=None):
+    """Refuse a --plot that could not be written in the end, or that would replace anything but a PNG. out: where --out is."""
+    figure_class()
+    try:
+        tempfile.TemporaryFile(dir=path.absolute().parent).close()  # permissions alone do not tell: root has them where nothing can be made
+        usable = not path.is_dir() and (out is None or os.path.realpath(path) != os.path.realpath(out))
+    except OSError:
+        usable = False
+    if not usable:
+        raise UserError(f"--plot {path} cannot be written; give a file of its own in a folder that exists and can be written to")
+    if path.exists() and not (path.is_file() and path.open("rb").read(len(PNG)) == PNG):
+        raise UserError(f"--plot {path} is there already and is no PNG, which alone is replaced; give the name of a new file")
 
 
 def figure_class():

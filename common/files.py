@@ -33,7 +33,7 @@ def replace_folder(path, fill):
 
     The new one is whole on disk before the old one moves; a reader sees the one, the other, or for an instant none.
     """
-    path = Path(path).absolute()
+    path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
     temporary, old = (path.with_name(f".{path.name}{what}.tmp-{os.getpid()}") for what in ("", "-old"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

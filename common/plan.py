@@ -1,6 +1,8 @@
 """What a draft vocabulary of each size would cover, cost and reach, before anything is trained; and a drafter cut to one."""
 
+from contextlib import suppress
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -33,13 +35,13 @@ def pruned(drafter, rows):
     return cut.eval()
 
 
-def check_fits(folder, drafter, target, tokenizer, force):
-    """Refuse the drafter in `folder` where it is not for the target with these facts, or not for the tokenizer with this hash.
+def check_fits(folder, drafter, target, tokenizer, force, layers=None):
+    """Refuse the drafter in `folder` where it is not for the target with these facts, the tokenizer with this hash, or these layers.
 
     Returns warnings: what force lets pass, and that a drafter does not say what it was trained for. Other sizes are always refused.
     """
     config, trained = drafter.config, drafter.config.get("training") or {}
-    made_for = {**target, **(trained.get("target") or {"name": "an unnamed target"}), "vocab_size": config["vocab_size"],
+    made_for = {**(trained.get("target") or {**target, "name": "an unnamed target"}), "vocab_size": config["vocab_size"],
                 "hidden_size": config["target_hidden_size"]}
     warnings = [check_same_target(made_for, target, f"the drafter {folder} was", force)]
     if not trained.get("target"):
@@ -48,7 +50,43 @@ def check_fits(folder, drafter, target, tokenizer, force):
         warnings.append(f"{folder} was trained with tokenizer {str(trained['tokenizer_sha256'])[:12]}, {str(tokenizer)[:12]} is wanted")
         if not force:
             raise UserError(f"{warnings[-1]}; use the drafter, shards and map that belong together (--force goes on all the same)")
+    if layers and (own := captured_layers(config, target["num_layers"], folder)) != layers:
+        warnings.append(f"{folder} reads layers {own}, the shards hold {layers}: they were not extracted for it")
+        if not force:
+            raise UserError(f"{warnings[-1]}; count the shards that it was trained on (--force goes on all the same)")
     return [warning for warning in warnings if warning]
+
+
+def coverage_curve(counted, heldout, order, sizes):
+    """[{draft_vocab, coverage, coverage_heldout}] of the maps of `sizes`; order: int64 [V] ids as a draft vocabulary takes them."""
+    shares = [np.cumsum(counts[order]) / counts.sum() if counts.any() else None for counts in (counted, heldout)]  # [V] each
+    return [{"draft_vocab": size, "coverage": float(shares[0][size - 1]),
+             "coverage_heldout": None if shares[1] is None else float(shares[1][size - 1])} for size in sizes]
+
+
+def layer_multiply_adds(target):
+    """Multiply-adds per token of a drafter's decoder layer, None when the target's text config does not say enough."""
+    from transformers import AutoConfig
+
+    text = dict(target["text_config"])
+    with suppress(TypeError, ValueError):  # no model type, or one with its own code: the file's own entries have to do
+        text = AutoConfig.for_model(**text).to_dict()  # fills in what the library takes for granted
+    known = SimpleNamespace(text=text, hidden_size=target["hidden_size"], vocab_size=target["vocab_size"], num_layers=0,
+                            model_class="")
+    try:
+        config = drafter_config(known, 1, [1, 2, 3])
+        with torch.device("meta"):
+            drafter = Drafter(config)
+    except (KeyError, UserError) as error:
+        say(f"the share of a drafting step is unknown: the target's text config does not say enough ({error})")
+        return None
+    return sum(weight.numel() for weight in drafter.midlayer.parameters() if weight.dim() == 2)
+
+
+def head_costs(sizes, hidden, layer):
+    """[{draft_vocab, parameters, bytes (bfloat16), share of a drafting step's multiply-adds or None}]."""
+    return [{"draft_vocab": size, "parameters": size * hidden, "bytes": 2 * size * hidden,
+             "share": None if layer is None else size * hidden / (size * hidden + layer)} for size in sizes]
 
 
 def coverage_by_source(parts, order, sizes, names):

@@ -158,12 +158,13 @@ class Renderer:
         return +dropped
 
 
-def chat_ids(tokenizer, vocab_size):
-    """{token: id} of the added tokens that the chat template writes, and of those that open or close thinking and tool calls."""
+def chat_ids(tokenizer):
+    """{token: id} of the added tokens that the chat template writes, and of those that open or close thinking and tool calls; an id
+    may lie beyond the target's lm_head."""
     template = json.dumps(tokenizer.chat_template or "", ensure_ascii=False)
     marker = re.compile("tool|think|function|observation|channel", re.IGNORECASE)
     added = sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1])
-    return {token: number for token, number in added if number < vocab_size and (token in template or marker.search(token))}
+    return {token: number for token, number in added if token in template or marker.search(token)}
 
 
 def _common(*texts):

@@ -9,14 +9,19 @@ from common.cli import UserError
 from common.files import read_json
 
 
-def stop_ids(target, tokenizer):
-    """Every end-of-sequence id, ascending: of the generation config, the config and the tokenizer, which is what engines stop at."""
-    found = {tokenizer.eos_token_id}
+def end_ids(target, tokenizer):
+    """Every end-of-sequence id, ascending, also those beyond the lm_head: of the generation config, the config and the tokenizer."""
+    found = set()
     file = target.folder / "generation_config.json"
-    for value in (read_json(file).get("eos_token_id") if file.exists() else None, target.text.get("eos_token_id"),
+    for value in (tokenizer.eos_token_id, read_json(file).get("eos_token_id") if file.exists() else None, target.text.get("eos_token_id"),
                   target.raw_text.get("eos_token_id")):
-        found.update(value if isinstance(value, list) else [value])
-    return sorted(token for token in found if isinstance(token, int) and 0 <= token < target.vocab_size)
+        found.update(token for token in (value if isinstance(value, list) else [value]) if type(token) is int and token >= 0)
+    return sorted(found)
+
+
+def stop_ids(target, tokenizer):
+    """The end-of-sequence ids that the target can say, ascending: engines stop at all of them."""
+    return [token for token in end_ids(target, tokenizer) if token < target.vocab_size]
 
 
 def sampling_settings(target, temperature, top_p, top_k):

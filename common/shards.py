@@ -13,13 +13,31 @@ from safetensors.torch import save_file
 
 from common.cli import UserError
 from common.files import read_json, replace_file, sha256_file, sha256_json
-from common.target import check_same_target, open_target, tokenizer_sha256
+from common.target import check_same_target, open_target, stored_template_sha256, tokenizer_sha256
 from common.vocab import count_ids
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 REQUIRED = {"target": dict, "layers": list, "shards": list, "planned": dict, "complete": bool, "tokenizer_sha256": str, "data_sha256": str,
-            "special_ids": dict, "empty_blocks": list, "block_lines": int, "template_kwargs": dict}
+            "special_ids": dict, "empty_blocks": list, "block_lines": int, "template_kwargs": dict,
+            "sources": list}
+
+
+def _all(kind, values):
+    return all(type(value) is kind for value in values)
+
+
+USABLE = {  # what is asked of an entry beyond its type
+    "target": lambda target: _all(str, map(target.get, ("name", "tensors_sha256", "text_config_sha256")))
+    and _all(int, map(target.get, ("vocab_size", "hidden_size", "num_layers"))) and isinstance(target.get("text_config"), dict),
+    "layers": lambda layers: _all(int, layers) and len(layers) == 3 and 0 < layers[0] < layers[1] < layers[2],
+    "shards": lambda shards: all(isinstance(entry, dict) and _all(str, map(entry.get, ("file", "sha256")))
+                                 and type(entry.get("bytes")) is int for entry in shards),
+    "planned": lambda planned: type(planned.get("blocks")) is int,
+    "special_ids": lambda special: isinstance(special.get("eos"), list) and _all(int, special["eos"])
+    and isinstance(special.get("chat"), dict) and all(number is None or type(number) is int for number in special["chat"].values()),
+    "sources": lambda sources: _all(str, sources) and sources,
+}
 
 
 def shard_name(block):
@@ -80,6 +98,9 @@ class Shards:
         self.index = np.concatenate(parts) if parts else np.zeros((0, 6), dtype=np.int64)
         if not len(self.index):
             raise UserError(f"{folder} holds no samples")
+        if self.index[:, 4].max() >= len(self.manifest["sources"]):
+            raise UserError(f"{folder} holds samples of source {self.index[:, 4].max()}, its {MANIFEST} names "
+                            f"{len(self.manifest['sources'])}; it was changed after it was written: extract again")
 
     def _open(self, entry):
         path = self.folder / entry["file"]
@@ -154,8 +175,11 @@ def read_manifest(folder):
     if manifest.get("format") != FORMAT:
         raise UserError(f"{folder}/{MANIFEST} is of format {manifest.get('format')}, this version reads format {FORMAT}")
     for key, kind in REQUIRED.items():
-        if not isinstance(manifest.get(key), kind):
+        if not isinstance(manifest.get(key), kind) or key in USABLE and not USABLE[key](manifest[key]):
             raise UserError(f"{folder}/{MANIFEST} has no usable {key}; it was changed after it was written: extract again")
+    if manifest["layers"][-1] >= manifest["target"]["num_layers"]:
+        raise UserError(f"{folder}/{MANIFEST} states layers {manifest['layers']} of a target with {manifest['target']['num_layers']}; it "
+                        f"was changed after it was written: extract again")
     return manifest
 
 
@@ -178,9 +202,18 @@ def check_shards(shards, target, facts, layers, force):
         raise UserError(f"{shards.folder} holds layers {shards.manifest['layers']}, layers {layers} are wanted; extract those layers")
     found = [check_same_target(shards.manifest["target"], facts, f"{shards.folder} was", force),
              check_tokenizer(tokenizer_sha256(target.folder), shards, f"the tokenizer of {target.name}", force)]
+    if "chat_template_sha256" in shards.manifest and (now := stored_template_sha256(target.folder)) is not None:
+        found += other_template({"chat_template_sha256": now or None}, shards.manifest, shards.folder, target.name)
     if shards.manifest.get("forced"):
         found.append(f"{shards.folder} was gone on with by force although these had changed: {', '.join(shards.manifest['forced'])}")
     return [warning for warning in found if warning]
+
+
+def other_template(facts, made, where, what):
+    """Sentences on the chat template and its arguments of `what`, with `facts`, where `where`, with facts `made`, states others."""
+    return [f"{what} has {name} {str(facts[key])[:size]}, {where} was made with {str(made[key])[:size]}: they are of other prompts"
+            for key, name, size in (("chat_template_sha256", "chat template", 12), ("template_kwargs", "arguments of the template", 200))
+            if key in facts and key in made and facts[key] != made[key]]
 
 
 def check_tokenizer(found, shards, what, force):
@@ -188,7 +221,7 @@ def check_tokenizer(found, shards, what, force):
     wanted = shards.manifest["tokenizer_sha256"]
     if found == wanted:
         return None
-    message = f"{what} has hash {str(found)[:12]}, {shards.folder} was made with {wanted[:12]}"
+    message = f"{what} has hash {str(found)[:12]}, {shards.folder} was made with {str(wanted)[:12]}"
     if not force:
         raise UserError(f"{message}; use the tokenizer, shards and map that belong together (--force goes on all the same)")
     return message

@@ -8,11 +8,11 @@ import torch
 from common.cli import UserError, say
 from common.drafter import Drafter, captured_layers, drafter_config, load_drafter
 from common.figures import accept_figures
-from common.shards import check_tokenizer
+from common.shards import check_tokenizer, other_template
 from common.target import check_same_target
 from common.training import TrainStep, simulate, simulated
 from common.ttt import make_batch, supervised_rows
-from common.vocab import check_coverage, check_size, coverage, load_map
+from common.vocab import check_coverage, check_size, coverage, load_map, shortened
 
 PROBED, PROBED_TOKENS = 32, 8192  # at most so many held-out samples and tokens say what a checkpoint is worth: seconds on a CPU
 DOUBTFUL = 0.4  # acceptance at the first depth from which on no fresh drafter of a few steps could be as good
@@ -26,7 +26,7 @@ def decide_vocabulary(text, vocab_size):
     try:
         size = int(text)
     except ValueError:
-        raise UserError(f"--draft-vocab {text} is neither full nor a number in 1..{vocab_size}") from None
+        raise UserError(f"--draft-vocab {shortened(text)} is neither full nor a number in 1..{vocab_size}") from None
     check_size(size, vocab_size)
     return size
 
@@ -45,18 +45,8 @@ def named_map(args, draft_vocab, target, shards, warnings):
         raise UserError(f"--vocab-map {args.vocab_map} has {len(rows)} rows, --draft-vocab says {draft_vocab}; name the map of that size")
     warnings.append(check_same_target(facts.get("target") or {}, target, f"the map {args.vocab_map} was", args.force))
     warnings.append(check_tokenizer(facts.get("tokenizer_sha256"), shards, f"the tokenizer of the map {args.vocab_map}", args.force))
-    warnings += other_template(facts, shards, f"the map {args.vocab_map}")
+    warnings += other_template(facts, shards.manifest, shards.folder, f"the map {args.vocab_map}")
     return torch.from_numpy(rows), facts
-
-
-def other_template(facts, shards, what):
-    """Sentences on the chat template and its arguments where `facts` state others than the shards were made with."""
-    made, found = shards.manifest, []
-    for key, name, size in (("chat_template_sha256", "chat template", 12), ("template_kwargs", "arguments of the template", 200)):
-        if key in facts and facts[key] != made.get(key):
-            found.append(f"{what} was made with {name} {str(facts[key])[:size]}, {shards.folder} with {str(made.get(key))[:size]}: it "
-                         f"knows other prompts than these")
-    return found
 
 
 def start_from_checkpoint(args, draft_vocab, target, facts, shards, warnings):
@@ -71,14 +61,16 @@ def start_from_checkpoint(args, draft_vocab, target, facts, shards, warnings):
             raise UserError(f"{args.checkpoint} has {key} {config[key]}, this run wants {wanted[key]}; it is no drafter for this")
     trained = config.get("training") or {}
     warnings.append(check_same_target(trained.get("target") or facts, facts, f"the checkpoint {args.checkpoint} was", args.force))
+    if not trained.get("target"):
+        warnings.append(f"{args.checkpoint} does not say which target it was trained for; only the sizes were compared")
     if trained.get("tokenizer_sha256"):
         what = f"the tokenizer of the checkpoint {args.checkpoint}"
         warnings.append(check_tokenizer(trained["tokenizer_sha256"], shards, what, args.force))
-    warnings += other_template(trained, shards, f"the checkpoint {args.checkpoint}")
+    warnings += other_template(trained, shards.manifest, shards.folder, f"the checkpoint {args.checkpoint}")
     if (stated := captured_layers(config, target.num_layers, args.checkpoint)) != layers:
         raise UserError(f"{args.checkpoint} is for layers {stated}, these shards hold {layers}; extract those layers")
     kept = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-    drafter.config = {**wanted, **{key: config[key] for key in kept}, "torch_dtype": config.get("torch_dtype", "bfloat16")}
+    drafter.config = {**wanted, **{key: config[key] for key in kept}, "torch_dtype": config["torch_dtype"]}
     if args.remap_vocab:
         rows, promise = named_map(args, draft_vocab, facts, shards, warnings)
         return drafter.train(), rows, promise, remap(drafter, own, rows, target.lm_head())
@@ -130,6 +122,8 @@ def covered_share(args, rows, promise, shards, evaluation, warnings):
         raise UserError("no supervised token is in the draft vocabulary: the map was counted on other data; make one for these shards")
     what = f"the map {args.vocab_map}" if args.vocab_map else f"the draft vocabulary of {args.checkpoint}"
     warnings.append(check_coverage(covered, promise, what, args.force))
+    if promise and promise.get("coverage") is None and promise.get("coverage_heldout") is None:
+        warnings.append(f"{what} states no coverage: nothing was compared with the {covered:.2%} that it covers here")
     if covered < 0.5 or len(rows) == 1:
         warnings.append(f"the draft vocabulary of {len(rows)} covers {covered:.2%} of the supervised tokens: little can be drafted")
     return covered, unseen

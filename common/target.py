@@ -164,6 +164,21 @@ def chat_template_sha256(tokenizer):
     return sha256_json(tokenizer.chat_template) if tokenizer.chat_template else None
 
 
+def stored_template_sha256(folder):
+    """The same hash from the files that a tokenizer is loaded from, "" where they hold no template, None where that cannot be told."""
+    folder = Path(folder)
+    if (folder / "additional_chat_templates").exists():
+        return None
+    if (folder / "chat_template.jinja").exists():
+        return sha256_json((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+    if not (folder / "tokenizer_config.json").exists():
+        return None
+    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):  # several with names
+        return None
+    return sha256_json(template) if template else ""
+
+
 def default_layers(num_layers):
     """The HF hidden_states indices that SGLang, vLLM and llama.cpp capture by default: [2, n//2, n-3].
 

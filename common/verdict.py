@@ -1,15 +1,13 @@
 """What an evaluation comes to, in sentences: the drafter that wins, what the others would have to reach, how near a prediction came."""
 
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from common.cli import UserError
 from common.figures import names, rounded, speed_interval
-from common.files import read_json
 from common.target import check_same_target
-from common.vocab import MAP_FILE, check_coverage, coverage
+from common.vocab import MAP_FILE, check_coverage, coverage, map_facts
 
 PREDICTED = ("accept_length", "ceiling", "draft_ms", "tokens_per_second", "speed_up")
 COMPARED = {"accept_length": "accept length", "tokens_per_second": "tokens/s", "speed_up": "speed-up"}
@@ -79,7 +77,7 @@ def verdict(entries, groups, settings):
         unclear = ", too close to tell" if span is None or span[0] <= 1 <= span[1] else ""
         if beaten:
             sentences.append(f"plain decoding beats them all with {plain:.1f} tokens/s{unclear}: {titles[first]} would have to reach an "
-                             f"accept length of {needed:.2f}, and reached {length:.2f}")
+                             f"accept length of {needed:.2f}, and reached {length:.2f}{beyond(needed, settings['steps'])}")
         elif unclear:
             sentences.append(f"plain decoding makes {plain:.1f} tokens/s: whether {titles[first]} is faster is too close to tell")
     even, more = break_even(entries, order, settings["steps"])
@@ -113,10 +111,14 @@ def break_even(entries, order, steps):
                 f"a verification takes {verify_ms:.1f}, and it reached {reached:.2f}")
         if reached >= needed:
             told += "; by these medians it is as fast, but tokens/s also hold reading the prompts and rounds that other work slowed"
-        elif needed > steps + 1:
-            told += f", where {steps} steps cannot give more than {steps + 1}"
+        else:
+            told += beyond(needed, steps)
         sentences.append(told)
     return found, sentences
+
+
+def beyond(needed, steps):
+    return f", where {steps} steps cannot give more than {steps + 1}" if needed > steps + 1 else ""
 
 
 def read_prediction(folder, facts, steps, force):
@@ -124,21 +126,22 @@ def read_prediction(folder, facts, steps, force):
 
     facts: of the target that is measured. Raises UserError where there is none, and where it is for other steps or another target.
     """
-    map_facts = read_json(Path(folder) / MAP_FILE)
-    found = map_facts.get("prediction")
+    facts_there = map_facts(folder, "--prediction")
+    found, target = facts_there.get("prediction"), facts_there.get("target") or {}
     again = f"make one with build_vocab_map.py --predict {steps}"
     if found is None:
         raise UserError(f"--prediction {folder}: its {MAP_FILE} holds no prediction; {again}")
     sizes = found.get("sizes") if isinstance(found, dict) else None
     if not isinstance(sizes, list) or not all(
             isinstance(size, dict) and type(size.get("draft_vocab")) is int
-            and all(isinstance(size.get(key), (int, float, type(None))) for key in PREDICTED) for size in sizes):
+            and all(size.get(key) is None or type(size[key]) in (int, float) and 0 <= size[key] < 1e12 for key in PREDICTED)
+            for size in sizes):
         raise UserError(f"--prediction {folder}: the prediction in its {MAP_FILE} cannot be used; {again}")
     if found.get("steps") != steps:
         raise UserError(f"--prediction {folder} is for {found.get('steps')} steps, {steps} are measured; give the same --steps, or {again}")
-    made_for = {**facts, "name": (map_facts.get("target") or {}).get("name"), "tensors_sha256": found.get("target_sha256")}
-    warning = check_same_target(made_for, facts, f"--prediction {folder} was", force)
-    return found, [f"--force: {warning}"] if warning else []
+    warnings = [check_same_target(made_for, facts, f"--prediction {folder} was", force)
+                for made_for in (target, {**target, "tensors_sha256": found.get("target_sha256")})]
+    return found, [f"--force: {warning}" for warning in dict.fromkeys(warnings) if warning]
 
 
 def compare_prediction(summary, prediction, folder):

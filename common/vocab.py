@@ -42,9 +42,13 @@ def choose_rows(counts, size, forced):
     return np.sort(ranking(counts, forced)[:size])
 
 
+def shortened(text):
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
 def check_size(size, vocab_size):
     if not 1 <= size <= vocab_size:
-        raise UserError(f"--draft-vocab {size} is not in 1..{vocab_size} (the target's lm_head has {vocab_size} rows)")
+        raise UserError(f"--draft-vocab {shortened(str(size))} is not in 1..{vocab_size} (the target's lm_head has {vocab_size} rows)")
 
 
 def rows_to_d2t(rows):
@@ -56,6 +60,11 @@ def coverage(counts, rows):
     """Share of the counted occurrences whose id is in `rows`; None when nothing was counted."""
     total = int(counts.sum())
     return float(counts[rows].sum() / total) if total else None
+
+
+def is_share(value):
+    """Whether that is a coverage: a number in 0..1, or None, not known."""
+    return value is None or type(value) in (int, float) and 0 <= value <= 1
 
 
 def least_coverage(promised):
@@ -72,7 +81,7 @@ def check_coverage(found, facts, what, force=False, tokens="the supervised token
 
     Returns a warning if forced, None where the promise is kept or there is none.
     """
-    promised = min((facts[key] for key in ("coverage_heldout", "coverage") if isinstance(facts.get(key), (int, float))), default=None)
+    promised = min((facts[key] for key in ("coverage_heldout", "coverage") if facts.get(key) is not None), default=None)
     if promised is None or found >= least_coverage(promised):
         return None
     message = (f"{what} covers {found:.2%} of {tokens} and promised {promised:.2%} (at least "
@@ -103,23 +112,47 @@ def map_sha256(d2t):
     return sha256_tensors([torch.as_tensor(d2t, dtype=torch.int64)])
 
 
+def map_facts(folder, flag):
+    """The dict of vocab_map.json in `folder`, which `flag` names. Raises UserError where there is none, saying what the folder is
+    instead, and for entries of another type."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{flag} {folder} {'is no folder' if folder.exists() else 'does not exist'}; build_vocab_map.py makes one")
+    if not (folder / MAP_FILE).exists():
+        sizes = sorted(int(entry.parent.name) for entry in folder.glob(f"*/{MAP_FILE}") if entry.parent.name.isdecimal())
+        found = (f"holds maps {', '.join(map(str, sizes))}: name one of them, like {folder / str(sizes[0])}" if sizes
+                 else "is a drafter; build_vocab_map.py --from-checkpoint writes out its map" if (folder / "config.json").exists()
+                 else "holds shards; build_vocab_map.py --shards makes a map of them" if (folder / "manifest.json").exists()
+                 else f"holds no {MAP_FILE}; build_vocab_map.py makes one")
+        raise UserError(f"{flag} {folder} {found}")
+    facts = read_json(folder / MAP_FILE)
+    usable = {"target": isinstance(facts.get("target") or {}, dict), "coverage": is_share(facts.get("coverage")),
+              "coverage_heldout": is_share(facts.get("coverage_heldout")),
+              "template_kwargs": isinstance(facts.get("template_kwargs") or {}, dict),
+              "forced": isinstance(facts.get("forced") or {}, dict) and all(key.isdecimal() for key in facts.get("forced") or ())}
+    for key in usable:
+        if not usable[key]:
+            raise UserError(f"{folder / MAP_FILE}: {key} is {shortened(str(facts[key]))}, which it never is; make the map again")
+    return facts
+
+
 def load_map(folder):
     """(rows int64 [D] ascending target ids, facts of vocab_map.json), checked.
 
     Raises UserError when a file is missing, t2d and d2t disagree, or d2t holds absolute ids instead of offsets.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"--vocab-map {folder} is no folder; build_vocab_map.py makes one")
-    facts = read_json(folder / MAP_FILE)
-    arrays = {}
+    folder, arrays = Path(folder), {}
+    facts = map_facts(folder, "--vocab-map")
     for name in ("t2d", "d2t"):
         try:
             arrays[name] = np.load(folder / f"{name}.npy", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{folder / name}.npy cannot be read ({error}); make the map again with build_vocab_map.py") from None
+        except Exception as error:  # numpy raises many kinds for what is no .npy: of zip files, of Python's tokenizer, of memory
+            raise UserError(f"{folder / name}.npy cannot be read ({' '.join(str(error).split())[:200]}); make the map again with "
+                            f"build_vocab_map.py") from None
+        if not isinstance(arrays[name], np.ndarray):
+            raise UserError(f"{folder / name}.npy is an archive, one array is wanted; make the map again with build_vocab_map.py")
     rows = check_map(arrays["d2t"], arrays["t2d"], folder)
-    if facts.get("map_sha256") != map_sha256(arrays["d2t"]):
+    if facts.get("map_sha256") != map_sha256(arrays["d2t"].astype(np.int64)):
         raise UserError(f"{folder}: d2t.npy is not the one that {MAP_FILE} describes (its hash differs); make the map again")
     return rows, facts
 
@@ -127,7 +160,7 @@ def load_map(folder):
 def check_map(d2t, t2d, where, ordered=True):
     """Target ids int64 [D] of a map after checking that they ascend strictly and equal nonzero(t2d); in any order if not `ordered`."""
     d2t, t2d = np.asarray(d2t), np.asarray(t2d)
-    if d2t.ndim != 1 or t2d.ndim != 1 or d2t.dtype.kind not in "iu" or len(d2t) == 0:
+    if d2t.ndim != 1 or t2d.ndim != 1 or d2t.dtype.kind not in "iu" or t2d.dtype.kind not in "biuf" or len(d2t) == 0:
         raise UserError(f"{where}: d2t must be a list of integers and t2d one of booleans, found {d2t.dtype} {d2t.shape} and "
                         f"{t2d.dtype} {t2d.shape}")
     ids = np.flatnonzero(t2d)

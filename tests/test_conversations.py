@@ -127,7 +127,7 @@ def test_slow_tokenizers_have_no_offsets_and_give_the_same_text():
 def test_the_end_of_turn_is_found_though_no_config_names_it(tokenizer):
     tokenizer.chat_template = CHATML
     assert Renderer(tokenizer, {}, []).end_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
-    assert set(chat_ids(tokenizer, 320)) == {"<|im_start|>", "<|im_end|>"}
+    assert set(chat_ids(tokenizer)) == {"<|im_start|>", "<|im_end|>"}
 
 
 ROW_KINDS = [

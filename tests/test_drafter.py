@@ -197,6 +197,21 @@ def test_broken_exports_are_refused(target, tmp_path, change, words):
         load_drafter(tmp_path)
 
 
+@pytest.mark.parametrize(("stated", "wanted"), [
+    ({"torch_dtype": None}, "bfloat16"), ({"torch_dtype": None, "dtype": "float32"}, "float32"), ({"torch_dtype": "float16"}, "float16"),
+    ({"torch_dtype": "auto"}, None), ({"torch_dtype": 5}, None),
+])
+def test_a_drafters_dtype_is_one_that_can_be_written(target, tmp_path, stated, wanted):
+    export(target, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **stated}))
+    if wanted:
+        assert load_drafter(tmp_path)[0].config["torch_dtype"] == wanted
+    else:
+        with pytest.raises(UserError, match=f"torch_dtype is {stated['torch_dtype']!r} in its config"):
+            load_drafter(tmp_path)
+
+
 def test_a_full_drafter_with_a_map_is_refused(target, tmp_path):
     export(target, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -180,6 +180,9 @@ def test_shards_are_simulated_without_a_target_and_asked_as_prompts(folder, tmp_
     covered = summary["drafters"][1]["simulated_coverage"]
     assert 0 < covered < 0.5 and summary["verdict"] is None and [all(word in warning for word in (
         str(few), f"{covered:.2%}", "90.00%", "held-out answers")) for warning in summary["warnings"]] == [True]
+    told = prune(path, tmp_path / "told", torch.arange(328)[1:], template_kwargs={"thinking": True})
+    summary, _ = run_main(monkeypatch, "--drafter", told, "--shards", tmp_path / "shards")
+    assert f"the drafter {told} has arguments of the template {{'thinking': True}}" in summary["warnings"][0]
     other = make_drafter(tmp_path / "other", target, layers=[1, 3, 6])
     refused(monkeypatch, ("--drafter", other, "--shards", tmp_path / "shards"), "[2, 4, 5]", "[1, 3, 6]")
     refused(monkeypatch, ("--drafter", path, "--shards", tmp_path / "none"), "none is no folder of shards")
@@ -216,7 +219,7 @@ def test_sizes_are_compared_in_one_run_beside_their_prediction(folder, tmp_path,
     prediction = {"steps": 3, "target_sha256": target.facts()["tensors_sha256"], "dtype": "bfloat16", "device": "cpu",
                   "threads": torch.get_num_threads(), "sizes": sizes}
     (tmp_path / "map").mkdir()
-    (tmp_path / "map" / "vocab_map.json").write_text(json.dumps({"prediction": prediction}))
+    (tmp_path / "map" / "vocab_map.json").write_text(json.dumps({"target": target.facts(), "prediction": prediction}))
     summary, code = run_main(monkeypatch, *arguments, "--prediction", tmp_path / "map", "--plot", tmp_path / "plot.png",
                              "--out", tmp_path / "answers.jsonl", "--concurrency", "1,4")
     assert code == 0 and [entry["identical"] for entry in summary["drafters"]] == [4] * 6
@@ -249,7 +252,7 @@ def test_sizes_are_compared_in_one_run_beside_their_prediction(folder, tmp_path,
     summary, _ = run_main(monkeypatch, *arguments[:10])  # one drafter: nothing to compare
     assert summary["verdict"] is None and "predicted" not in summary["drafters"][0] and summary["warnings"] == []
     refused(monkeypatch, [*arguments, "--steps", 2, "--prediction", tmp_path / "map"], "is for 3 steps, 2 are measured", "--predict 2")
-    refused(monkeypatch, [*arguments, "--prediction", tmp_path], "vocab_map.json does not exist")
+    refused(monkeypatch, [*arguments, "--prediction", tmp_path], "holds no vocab_map.json")
 
 
 def test_sampled_answers(folder, tmp_path, monkeypatch, capsys):
@@ -401,6 +404,7 @@ def test_broken_drafters_are_one_sentence(folder, tmp_path, monkeypatch):
     refused(monkeypatch, attempt("nested", {"training": None, "eagle_config": 7}), "reads layers 7")
     refused(monkeypatch, attempt("block", {"training": {"target": "x"}}), "training block")
     refused(monkeypatch, attempt("nan", None, {"norm.weight": torch.full([64], torch.nan)}), "norm.weight holds NaN")
+    refused(monkeypatch, attempt("share", {"training": {"coverage": -5}}), "training block")
     refused(monkeypatch, attempt("half", None, {"fc.weight": torch.full([64, 192], 1e8)}, "--dtype", "float16"), "finite", "--dtype")
     small = make_drafter(tmp_path / "small", target, size=4)
     arguments = ("--target", folder, "--drafter", small, "--prompts", rows, "--topk", 5, "--draft-tokens", 6)

@@ -5,6 +5,7 @@ import json
 import random
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,9 +14,21 @@ import torch
 
 from common.cli import UserError
 from common.drafter import load_drafter
-from common.figures import accept_figures, accept_interval, figure_class, figures, interval, names, plot, simulated_figures, table
+from common.figures import (
+    PNG,
+    accept_figures,
+    accept_interval,
+    check_plot,
+    figure_class,
+    figures,
+    interval,
+    names,
+    plot,
+    simulated_figures,
+    table,
+)
 from common.shards import Shards, check_shards, open_shards_target
-from common.target import open_target, tokenizer_sha256
+from common.target import chat_template_sha256, load_tokenizer, open_target, stored_template_sha256, tokenizer_sha256
 from common.training import simulated
 from common.verdict import answers_coverage, compare_prediction, read_prediction, simulated_coverage, verdict
 from tests import reference, tiny
@@ -169,6 +182,19 @@ def test_shards_are_checked_against_target_and_layers(tmp_path):
         check_shards(shards(tokenizer_sha256="1" * 64), target, facts, [2, 4, 5], False)
     assert len(check_shards(stranger, target, facts, [2, 4, 5], True)) == 1
     assert "by force" in check_shards(shards(forced=["seed"]), target, facts, [2, 4, 5], False)[0]
+    template = chat_template_sha256(load_tokenizer(target.folder))  # what the extraction states is what the files hold
+    assert check_shards(shards(chat_template_sha256=template), target, facts, [2, 4, 5], False) == []
+    [sentence] = check_shards(shards(chat_template_sha256="2" * 64), target, facts, [2, 4, 5], False)
+    assert f"chat template {template[:12]}, SHARDS was made with 222222222222" in sentence
+    for folder, words in ((tiny.make_target(tmp_path / "config"), "chat template"), (tiny.make_target(tmp_path / "none"), "None")):
+        text = (folder / "chat_template.jinja").read_text()
+        (folder / "chat_template.jinja").unlink()
+        if folder.name == "config":  # where older tokenizers have it
+            config = json.loads((folder / "tokenizer_config.json").read_text())
+            (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": text + "x"}))
+        tokenizer = load_tokenizer(folder)
+        assert (stored_template_sha256(folder) or None) == chat_template_sha256(tokenizer) != template
+        assert words in check_shards(shards(chat_template_sha256=template), open_target(folder), facts, [2, 4, 5], False)[0]
 
     assert open_shards_target(shards()).facts() == facts
     (tmp_path / "target").rename(tmp_path / "moved")
@@ -274,7 +300,9 @@ def test_plain_decoding_may_win_and_servers_tell_tokens_per_second_only():
     found = verdict([one[0], two[0]], [one[1], two[1]], LOCAL)
     needed = 2 * one[0]["baseline_tokens_per_second"] / one[0]["tokens_per_second"]
     assert found["plain_beats_all"] and f"plain decoding beats them all with 20.0 tokens/s: a would have to reach an accept length of " \
-        f"{needed:.2f}, and reached 2.00" in found["sentences"][1]
+        f"{needed:.2f}, and reached 2.00" in found["sentences"][1] and "cannot give" not in found["sentences"][1]
+    one, two = (timed([[1] * 20] * 2, draft, 0.1, plain=plain, drafter=name) for name, draft in (("a", 0.13), ("b", 0.16)))
+    assert "and reached 2.00, where 3 steps cannot give more than 4" in verdict([one[0], two[0]], [one[1], two[1]], LOCAL)["sentences"][1]
     unsure = [Group([Answer([0] * 41)], 0.5), Group([Answer([0] * 41)], 6.0)]
     one, two = (timed([[1] * 20] * 2, draft, 0.1, plain=unsure, drafter=name) for name, draft in (("a", 0.03), ("b", 0.06)))
     found = verdict([one[0], two[0]], [one[1], two[1]], LOCAL)
@@ -353,13 +381,16 @@ def test_predictions_that_do_not_fit_are_refused(tmp_path):
             "sizes": [predicted(8, 2.0, 5.0, 1.1)]}
 
     def attempt(found, steps=3, force=False):
-        (tmp_path / "vocab_map.json").write_text(json.dumps({"target": {"name": "other"}, **found}))
+        (tmp_path / "vocab_map.json").write_text(json.dumps({"target": {**facts, "name": "other"}, **found}))
         return read_prediction(tmp_path, facts, steps, force)
 
     assert attempt({"prediction": good}) == (good, [])
     for found, words in (({}, "holds no prediction; make one with build_vocab_map.py --predict 3"), ({"prediction": 3}, "cannot be used"),
                          ({"prediction": {**good, "sizes": [{"draft_vocab": "8"}]}}, "cannot be used"),
                          ({"prediction": {**good, "sizes": [{"draft_vocab": 8, "accept_length": "2"}]}}, "cannot be used"),
+                         ({"prediction": {**good, "sizes": [{"draft_vocab": 8, "accept_length": 10**400}]}}, "cannot be used"),
+                         ({"prediction": good, "target": {**facts, "text_config_sha256": "x"}}, "another target: text config x"),
+                         ({"prediction": good, "target": "text"}, "target is text, which it never is"),
                          ({"prediction": {**good, "steps": 5}}, "is for 5 steps, 3 are measured"),
                          ({"prediction": {**good, "target_sha256": "c" * 64}}, "another target.*cccccccccccc of other .*aaaa of smol")):
         with pytest.raises(UserError, match=words):
@@ -372,6 +403,20 @@ def test_predictions_that_do_not_fit_are_refused(tmp_path):
 def test_names_are_what_sets_the_folders_apart():
     entries = [{"drafter": "runs/a/step-1", "concurrency": 1}, {"drafter": "runs/b/step-1", "concurrency": 8}]
     assert names(entries) == ["a/step-1 x1", "b/step-1 x8"] and names(entries[:1]) == ["step-1"] and names([]) == []
+
+
+def test_a_plot_replaces_nothing_but_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "old.png").write_bytes(PNG + b"rest")
+    (tmp_path / "manifest.json").write_text("{}")
+    check_plot(tmp_path / "old.png", tmp_path / "out")
+    check_plot(tmp_path / "new.png")
+    for path, words in (("manifest.json", "is there already and is no PNG"), ("none/p.png", "cannot be written"),
+                        (".", "cannot be written"), ("out", "a file of its own")):
+        with pytest.raises(UserError, match=words):
+            check_plot(tmp_path / path, tmp_path / "out")
+    with pytest.raises(UserError, match="can be written to"):
+        check_plot(Path("/proc/new.png"))  # where a superuser may write, and cannot
 
 
 def test_plot_is_a_whole_png(tmp_path, monkeypatch):

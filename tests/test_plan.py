@@ -142,8 +142,46 @@ def test_drafters_that_are_not_pruned(tmp_path, work):
                                         "training": {**config["training"], "tokenizer_sha256": "f" * 64}})
     assert "was trained with tokenizer ffffffffffff" in refused(retold)
     assert "ffffffffffff" in prune(work, tmp_path / "retold-cut", 60, retold, "--force")[1]["warnings"][0]
+    layers = tiny.make_drafter(tmp_path / "layers", target, layers=[1, 3, 6])
+    assert "reads layers [1, 3, 6], the shards hold [2, 4, 5]" in refused(layers)
+    assert "reads layers [1, 3, 6]" in prune(work, tmp_path / "layers-cut", 60, layers, "--force")[1]["warnings"][0]
+    partial = SimpleNamespace(config={"vocab_size": 328, "target_hidden_size": 64,
+                                      "training": {"target": {"tensors_sha256": target.facts()["tensors_sha256"]}}})
+    with pytest.raises(UserError, match="text config None"):  # what a drafter does not say is not taken from the target
+        check_fits("partial", partial, target.facts(), None, False)
     unnamed = tiny.make_drafter(tmp_path / "unnamed", target, training=False)
     assert "does not say which target" in prune(work, tmp_path / "unnamed-cut", 60, unnamed)[1]["warnings"][0]
+
+
+@pytest.mark.parametrize("told", [None, "text", ["earlier"]])
+def test_a_pruned_drafter_keeps_what_was_told_and_tells_of_other_templates(tmp_path, work, told):
+    drafter = tiny.make_drafter(tmp_path / "drafter", open_target(work / "target"))
+    config = json.loads((drafter / "config.json").read_text())
+    config["training"] |= {"warnings": told, "template_kwargs": {"thinking": True}, "chat_template_sha256": "1" * 64}
+    write_json(drafter / "config.json", config)
+    code, summary, _ = prune(work, tmp_path / "cut", 60, drafter)
+    template, arguments = summary["warnings"]
+    assert code == 0 and "chat template 111111111111" in template and "arguments of the template {'thinking': True}" in arguments
+    kept = json.loads((tmp_path / "cut/config.json").read_text())["training"]["warnings"]
+    assert kept == [*(told if isinstance(told, list) else []), template, arguments]
+    code, summary, _ = script("--prune", drafter, "--vocab-map", work / "map", "--out", tmp_path / "named")
+    assert code == 0 and [words[:60] for words in summary["warnings"]] == [template[:60], arguments[:60]]
+
+
+def test_a_target_that_is_named_beside_shards_or_a_map_is_compared(tmp_path, work):
+    twin = tiny.make_target(tmp_path / "twin", seed=5)
+    renamed = tiny.make_target(tmp_path / "renamed")
+    write_json(renamed / "added_tokens.json", {"x": 1})  # another tokenizer
+    for what in (("--shards", work / "shards", "--draft-vocab", 60), ("--prune", work / "run", "--vocab-map", work / "map"),
+                 ("--shards", work / "shards", "--draft-vocab", 60, "--predict", 2)):
+        for target, words in ((twin, "lm_head and embedding"), (renamed, f"the tokenizer of {renamed} has hash"),
+                              ("./no", "./no does not exist")):
+            code, _, stderr = script(*what, "--target", target, "--out", tmp_path / "out")
+            assert code == 2 and words in stderr and not (tmp_path / "out").exists()
+    code, summary, _ = script("--shards", work / "shards", "--draft-vocab", 60, "--target", work / "target", "--out", tmp_path / "out")
+    assert code == 0 and summary["warnings"] == []
+    code, summary, _ = script("--shards", work / "shards", "--draft-vocab", 60, "--target", twin, "--out", tmp_path / "out", "--force")
+    assert code == 0 and "lm_head and embedding" in summary["warnings"][0]
 
 
 def slow_lengths(shards, maps, steps):

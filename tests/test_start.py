@@ -160,7 +160,7 @@ def test_rows_in_another_order_are_refused_and_sorted_when_remapped(work, tmp_pa
     ids, order = tensors["d2t"] + torch.arange(100), torch.arange(100)
     order[[20, 70]] = order[[70, 20]]
     swapped = {"d2t": ids[order] - torch.arange(100), "lm_head.weight": tensors["lm_head.weight"][order]}
-    change(tmp_path / "swapped", work / "reduced", swapped)
+    change(tmp_path / "swapped", work / "reduced", swapped, map_sha256=None)  # as a foreign checkpoint, which states none
     with pytest.raises(UserError, match="do not ascend, as they must; .* --remap-vocab sorts them"):
         go_on(work, tmp_path / "out", tmp_path / "swapped", "--draft-vocab", 100)
     remapped = go_on(work, tmp_path / "out", tmp_path / "swapped", "--draft-vocab", 100, "--remap-vocab", "--vocab-map", work / "map")
@@ -184,9 +184,31 @@ def test_a_map_copied_over_a_drafters_own_is_refused(work, tmp_path):
     rows, _ = load_map(work / "other")
     t2d = torch.zeros(V, dtype=torch.bool).index_fill_(0, torch.from_numpy(rows), True)
     change(tmp_path / "mixed", work / "reduced", {"d2t": torch.from_numpy(rows) - torch.arange(100), "t2d": t2d})
-    for more in ([], ["--remap-vocab", "--vocab-map", work / "map"]):
+    swapped = load_file(work / "reduced" / "model.safetensors")["d2t"] + torch.arange(100)
+    swapped[[20, 70]] = swapped[[70, 20]]  # and its rows not
+    change(tmp_path / "swapped", work / "reduced", {"d2t": swapped - torch.arange(100)})
+    for name, more in (("mixed", []), ("mixed", ["--remap-vocab", "--vocab-map", work / "map"]),
+                       ("swapped", ["--remap-vocab", "--vocab-map", work / "map"])):
         with pytest.raises(UserError, match="its d2t has hash .* a map was copied over"):
-            go_on(work, tmp_path / "out", tmp_path / "mixed", "--draft-vocab", 100, *more)
+            go_on(work, tmp_path / "out", tmp_path / name, "--draft-vocab", 100, *more)
+
+
+def test_a_plot_does_not_replace_a_manifest(work, tmp_path):
+    with pytest.raises(UserError, match="is there already and is no PNG"):
+        train(work, tmp_path / "out", "--draft-vocab", "full", "--plot", work / "shards" / "manifest.json")
+    with pytest.raises(UserError, match="a file of its own"):
+        train(work, tmp_path / "out", "--draft-vocab", "full", "--plot", tmp_path / "out")
+
+
+def test_what_is_not_stated_is_not_taken_for_granted(work, tmp_path):
+    """A checkpoint that names no target, and a map that states no coverage: both are used, and told."""
+    change(tmp_path / "first", work / "reduced", target=None, tokenizer_sha256=None)
+    summary = go_on(work, tmp_path / "out", tmp_path / "first", "--draft-vocab", 100)
+    assert summary["warnings"] == [f"{tmp_path / 'first'} does not say which target it was trained for; only the sizes were compared"]
+    rows, facts = load_map(work / "map")
+    make_map(tmp_path / "map", rows, facts, coverage=None, coverage_heldout=None)
+    summary = train(work, tmp_path / "fresh", "--draft-vocab", 100, "--vocab-map", tmp_path / "map", "--max-steps", 1)
+    assert f"the map {tmp_path / 'map'} states no coverage: nothing was compared" in summary["warnings"][0]
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused_and_of_another_template_named(work, tmp_path):

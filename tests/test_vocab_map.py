@@ -60,7 +60,7 @@ def make_shards(folder, blocks, vocab_size=V, special=SPECIAL, sources=("",)):
         "tokenizer_sha256": "t" * 64, "data_sha256": "d" * 64, "layers": [2, 4, 5], "template_kwargs": {}, "block_lines": 8,
         "empty_blocks": [], "sources": list(sources),
         "target": {"name": "tiny", "model_class": "LlamaForCausalLM", "text_config": text, "text_config_sha256": "c" * 64,
-                   "tensors_sha256": "w" * 64, "vocab_size": vocab_size, "hidden_size": HIDDEN},
+                   "tensors_sha256": "w" * 64, "vocab_size": vocab_size, "hidden_size": HIDDEN, "num_layers": 8},
     })
     return folder
 
@@ -155,11 +155,43 @@ def test_what_cannot_be_forced_is_named(tmp_path):
 @pytest.mark.parametrize(("size", "words"), [
     ("0", "--draft-vocab 0 is not in 1..100"), ("-1", "--draft-vocab -1 is not in 1..100"), ("101", "--draft-vocab 101 is not in 1..100"),
     ("16,101", "--draft-vocab 101 is not in 1..100"), ("100", "whole vocabulary"), ("full", "full needs no map"),
-    ("many", "neither a number"), ("1", "cannot hold the 2 ids"),
+    ("many", "neither a number"), ("1", "cannot hold the 2 ids"), ("9" * 5000, f"--draft-vocab {'9' * 40}... is neither"),
+    ("9" * 4000, f"--draft-vocab {'9' * 40}... is not in"),
 ])
 def test_sizes_that_are_refused(tmp_path, shards, size, words):
     code, summary, stderr = build(shards, tmp_path / "map", size)
     assert code == 2 and summary is None and words in stderr and not (tmp_path / "map").exists()
+
+
+def test_out_may_be_a_link_to_an_earlier_map(tmp_path, shards):
+    build(shards, tmp_path / "map", "16,16")  # one size
+    (tmp_path / "link").symlink_to("map")
+    assert build(shards, tmp_path / "link", 17, "--force")[0] == 0
+    assert (tmp_path / "link").is_symlink() and len(load_map(tmp_path / "map")[0]) == 17
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "map", "shards"]
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("sources", None), ("sources", []), ("sources", [None, 3]), ("special_ids", {}), ("special_ids", {"eos": [True], "chat": {}}),
+    ("special_ids", {"eos": [1], "chat": {"x": "1"}}), ("target", {}), ("target", ("tensors_sha256", None)),
+    ("target", ("vocab_size", "9")), ("target", ("text_config", None)), ("shards", [{}]), ("layers", [2, 4]), ("layers", [4, 2, 5]),
+    ("layers", [2, "4", 5]), ("planned", {}),
+])
+def test_a_manifest_that_was_changed_is_refused(tmp_path, shards, key, value):
+    manifest = json.loads((shards / MANIFEST).read_text())
+    manifest[key] = {**manifest[key], value[0]: value[1]} if isinstance(value, tuple) else value
+    write_json(shards / MANIFEST, manifest)
+    code, _, stderr = build(shards, tmp_path / "map", 8)
+    assert code == 2 and f"has no usable {key}" in stderr
+
+
+def test_samples_of_sources_and_layers_that_are_not_there_are_refused(tmp_path, shards):
+    manifest = json.loads((shards / MANIFEST).read_text())
+    write_json(shards / MANIFEST, {**manifest, "layers": [2, 4, 8]})
+    assert "layers [2, 4, 8] of a target with 8" in build(shards, tmp_path / "map", 8)[2]
+    make_shards(tmp_path / "one", [[([1, 2, 3], [1, 1, 1], 0, 1)]])
+    code, _, stderr = build(tmp_path / "one", tmp_path / "map", 8)
+    assert code == 2 and "samples of source 1" in stderr
 
 
 def test_several_sizes(tmp_path, shards):
@@ -234,6 +266,49 @@ def test_offsets_are_checked_on_load(tmp_path):
         load_map(tmp_path / "map")
     with pytest.raises(UserError, match="list of integers"):
         check_map(d2t.astype(float), t2d, "here")
+    with pytest.raises(UserError, match="list of integers"):
+        check_map(d2t, np.where(t2d, "a", ""), "here")
+
+
+@pytest.mark.parametrize("content", ["zip", b"PK\x03\x04", b"", b"\x80\x04K\x01.", ("(4,)", "(((("), ("(4,)", "(10**15,)"),
+                                     ("(4,), }          ", "(99999999999999,), }"), ("'<i8'", "'<x8'")])
+def test_files_that_are_no_array_are_one_sentence(tmp_path, content):
+    save_map(tmp_path / "map", np.array([1, 4, 5, 9]), 12, {})
+    file = tmp_path / "map/d2t.npy"
+    if isinstance(content, tuple):
+        content = file.read_bytes().replace(*(part.encode() for part in content))
+    file.write_bytes((tmp_path / "map/d2t.pt").read_bytes() if content == "zip" else content)
+    with pytest.raises(UserError, match=r"d2t.npy (cannot be read|is an archive)"):
+        load_map(tmp_path / "map")
+
+
+def test_a_map_of_another_byte_order_is_the_same(tmp_path):
+    rows = np.array([1, 4, 5, 9])
+    save_map(tmp_path / "map", rows, 12, {})
+    np.save(tmp_path / "map/d2t.npy", (rows - np.arange(4)).astype(">i8"))
+    assert load_map(tmp_path / "map")[0].tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("target", "x"), ("target", [1]), ("coverage", "high"), ("coverage", float("nan")), ("coverage", True), ("coverage", -5),
+    ("coverage_heldout", 5), ("forced", 5), ("forced", {"a": 1}), ("template_kwargs", [1]),
+])
+def test_facts_that_were_changed_are_refused(tmp_path, key, value):
+    save_map(tmp_path / "map", np.array([1, 4]), 12, {})
+    facts = json.loads((tmp_path / "map/vocab_map.json").read_text())
+    (tmp_path / "map/vocab_map.json").write_text(json.dumps({**facts, key: value}))
+    with pytest.raises(UserError, match=f"vocab_map.json: {key} is .*, which it never is"):
+        load_map(tmp_path / "map")
+
+
+def test_folders_that_are_no_map_say_what_they_are(tmp_path, shards, target):
+    build(shards, tmp_path / "maps", "8,16")
+    drafter = tiny.make_drafter(tmp_path / "drafter", open_target(target))
+    (tmp_path / "file").touch()
+    for folder, words in ((tmp_path / "maps", "holds maps 8, 16: name one of them"), (shards, "holds shards"), (drafter, "is a drafter"),
+                          (tmp_path, "holds no vocab_map.json"), (tmp_path / "none", "does not exist"), (tmp_path / "file", "no folder")):
+        with pytest.raises(UserError, match=words):
+            load_map(folder)
 
 
 def test_a_vocabulary_of_163840(tmp_path):
@@ -324,6 +399,8 @@ def test_a_file_counts_like_the_shards_of_it(tmp_path, target, flags, monkeypatc
     rows, facts = load_map(tmp_path / "data-map")
     wanted_rows, wanted = load_map(tmp_path / "shards-map")
     assert code == 0 and rows.tolist() == wanted_rows.tolist() and summary["map_sha256"] == wanted["map_sha256"]
+    assert "extract_hidden_states.py --regenerate" in script("--data", tiny.write_rows(tmp_path / "asked", [{"prompt": "Hi"}]), "--target",
+                                                            target, "--draft-vocab", 60, "--out", tmp_path / "asked-map")[2]
     told = {"source", "shards", "shards_sha256", "data"}
     assert {key: facts[key] for key in facts.keys() - told} == {key: wanted[key] for key in wanted.keys() - told}
     assert facts["supervised_tokens_heldout"] and len(facts["sources"]) == 4 and facts["data"] == str(where)
@@ -339,6 +416,18 @@ def test_what_is_cut_off_is_not_counted(tmp_path, target):
     script("--data", tmp_path / "rows.jsonl", "--target", target, "--draft-vocab", 4, "--out", tmp_path / "map", "--max-length", 4)
     rows, facts = load_map(tmp_path / "map")
     assert facts["supervised_tokens"] == 2 and rows.tolist() == [1, 2, 20, 21]
+
+
+def test_what_a_map_of_a_file_replaces(tmp_path, target):
+    data = tiny.write_rows(tmp_path / "rows.jsonl", [{"input_ids": [9, 20, 21, 22]}])
+    plain = ("--data", data, "--target", target, "--draft-vocab", 8, "--out", tmp_path / "map")
+    assert script(*plain)[0] == 0 and script(*plain)[0] == 0
+    assert "another template_kwargs ({} there, {'a': 1} here)" in script(*plain, "--template-kwargs", '{"a": 1}')[2]
+    assert "another max_length (512 there, 9 here)" in script(*plain, "--max-length", 9)[2]
+    other = tiny.make_target(tmp_path / "other", chat_template=tiny.CHAT_TEMPLATE + " ")
+    assert "another chat_template hash" in script("--target", other, *plain[:2], *plain[4:])[2]
+    write_json(tiny.make_target(tmp_path / "other") / "added_tokens.json", {})
+    assert "another tokenizer hash" in script("--target", other, *plain[:2], *plain[4:])[2]
 
 
 def reduced(folder, target, size=50, **training):
@@ -399,7 +488,23 @@ def test_every_token_that_a_serving_template_needs_is_forced_in(tmp_path):
     names = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "<|observation|>"]
     assert code == 0 and summary["forced"] == sorted({7, *(numbers[name] for name in names)}) and summary["warnings"] == []
     assert set(summary["forced"]) <= set(load_map(tmp_path / "map")[0]) and "no tokens of its own" not in stderr
-    assert "<image>" in numbers and "<image>" not in chat_ids(tokenizer, 330)
+    assert "<image>" in numbers and "<image>" not in chat_ids(tokenizer)
+
+    # the same of a target whose lm_head ends before them: named, not forced in, and no answer holds one
+    short = tiny.make_target(tmp_path / "short", vocab_size=322)
+    tokenizer.save_pretrained(short)
+    (short / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 400, True]}))
+    call("extract_hidden_states", "--target", short, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "shards", "--heldout", 0)
+    assert json.loads((tmp_path / "shards" / MANIFEST).read_text())["special_ids"]["eos"] == [2, 400]
+    for what in (("--shards", tmp_path / "shards"), ("--data", tmp_path / "rows.jsonl", "--target", short, "--heldout", 0)):
+        _, summary, _ = script(*what, "--draft-vocab", 12, "--out", tmp_path / what[0])
+        assert summary["forced"] == [1, 2, 320, 321] and [words.split(",")[0] for words in summary["warnings"]] == [
+            "<tool_call> has id 322", "<|observation|> has id 323", "end of sequence has id 400"]
+    for flags in ((), ("--regenerate",)):
+        rows = [{"messages": [{"role": "user", "content": "<tool_call>"}, {"role": "assistant", "content": "2"}]}]
+        far = tiny.write_rows(tmp_path / "far", rows)
+        with pytest.raises(UserError, match=r"1 malformed; line 1: token id 322 is not in 0\.\.321"):
+            call("extract_hidden_states", "--target", short, "--data", far, "--out", tmp_path / "no", *flags)
 
     plain = tiny.make_target(tmp_path / "plain")
     _, summary, stderr = script("--data", tmp_path / "rows.jsonl", "--target", plain, "--draft-vocab", 12, "--out", tmp_path / "plain-map")
@@ -431,7 +536,10 @@ COUNT = ("--shards", "S", "--draft-vocab", "8")
     (("--prune", "C", "--vocab-map", "M", "--draft-vocab", "8"), "the size is that of M"),
     (("--from-checkpoint", "C", "--prune", "C"), "give one of them"), (("--from-checkpoint", "C", "--plot", "p.png"), "--plot with"),
     (("--data", "D", "--target", "T", "--draft-vocab", "8", "--predict", "3"), "--predict goes with --shards"),
+    ((*COUNT, "--acceptance", "0.5"), "--acceptance is for --predict"), ((*COUNT, "--dtype", "float32"), "--dtype is for --predict"),
+    ((*COUNT, "--predict", "3", "--pilot", "C", "--acceptance", "0.5"), "--acceptance is a guess"),
     ((*COUNT, "--pilot", "C"), "--pilot is for --predict"), ((*COUNT, "--plot", "none/p.png"), "--plot none/p.png cannot be written"),
+    ((*COUNT, "--plot", "map"), "give a file of its own"),
     ((*COUNT, "--limit", "5"), "--limit says how --data is read"), ((*COUNT, "--heldout", "0.5"), "--heldout says how"),
     ((*COUNT, "--max-length", "9"), "--max-length says how"), ((*COUNT, "--template-kwargs", '{"a": 1}'), "--template-kwargs says how"),
     ((*COUNT, "--system", "s"), "--system says how"), ((*COUNT, "--predict", "0"), "no integer of at least 1"),
