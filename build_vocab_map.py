@@ -23,6 +23,7 @@ from common.plan import (
     check_fits,
     coverage_by_source,
     coverage_curve,
+    expected_lengths,
     head_costs,
     layer_multiply_adds,
     plot_vocabulary,
@@ -179,13 +180,10 @@ def main():
     points = sorted({2**power for power in range(vocab_size.bit_length()) if len(forced) <= 2**power <= vocab_size} | {*sizes, vocab_size})
     curve = coverage_curve(counted, heldout, order, points)
     sources = coverage_by_source(corpus.parts(), order, points, corpus.sources)
-    prediction = None
-    if args.predict:
-        prediction = predict(Shards(args.shards), target, {**maps, vocab_size: None}, args.predict, args.acceptance, pilot, args.dtype,
-                             args.trust_remote_code)
-        prediction["pilot"] = args.pilot and str(args.pilot)
-
-    summaries = []
+    if args.predict:  # before anything is written, as it may refuse
+        shards, full_too = Shards(args.shards), {**maps, vocab_size: None}
+        lengths = expected_lengths(shards, target, full_too, args.predict, args.acceptance, pilot)
+    made = []
     for out, (size, rows) in zip(outs, maps.items(), strict=True):
         uncounted = [i for i in rows.tolist() if counted[i] == 0 and i not in forced]
         if uncounted:
@@ -196,13 +194,19 @@ def main():
             **corpus.facts, "supervised_tokens": int(counted.sum()), "supervised_tokens_heldout": int(heldout.sum()),
             "distinct_tokens": int(np.count_nonzero(counted)), "coverage": coverage(counted, rows),
             "coverage_heldout": coverage(heldout, rows), "forced": {str(i): name for i, name in forced.items()}, "filled": len(uncounted),
-            "warnings": warnings + missing, "curve": curve, "prediction": prediction,
+            "warnings": warnings + missing, "curve": curve, "prediction": None,
             "sources": {name: {key: value[at] if isinstance(value, list) else value for key, value in part.items()}
                         for name, part in sources.items()},
         }
-        summaries.append(write(args, out, drafter, rows, facts, warnings + missing))
-    costs = head_costs([*sizes, vocab_size], hidden, layer_multiply_adds(corpus.target))
-    print_table(costs, curve, sources, points, prediction)
+        made.append((out, rows, facts))
+    summaries = [write(args, out, drafter, rows, facts, warnings + missing) for out, rows, facts in made]
+    costs, prediction = head_costs([*sizes, vocab_size], hidden, layer_multiply_adds(corpus.target)), None
+    print_table(costs, curve, sources, points)
+    if args.predict:  # takes minutes: the maps are written before, and again with what was found
+        prediction = {"pilot": args.pilot and str(args.pilot), "acceptance": None if pilot else args.acceptance,
+                      **predict(shards, target, full_too, args.predict, lengths, args.dtype, args.trust_remote_code)}
+        summaries = [write(args, out, drafter, rows, {**facts, "prediction": prediction}, warnings + missing) for out, rows, facts in made]
+        print_prediction(prediction)
     if args.plot:
         name = "/".join(Path(corpus.target["name"]).parts[-2:])
         title = f"{name}: {counted.sum():,} supervised tokens counted, {heldout.sum():,} held out"
@@ -383,8 +387,8 @@ def forced_ids(special, vocab_size):
     return dict(sorted(forced.items())), missing
 
 
-def print_table(costs, curve, sources, points, prediction):
-    """The cost of each choice beside its coverage, the full vocabulary last; then coverage by source, and what is predicted."""
+def print_table(costs, curve, sources, points):
+    """The cost of each choice beside its coverage, the full vocabulary last; then coverage by source."""
     def percent(value):
         return "-" if value is None else f"{value:.2%}"
 
@@ -395,11 +399,6 @@ def print_table(costs, curve, sources, points, prediction):
         lines.append([f"full {size}" if cost is costs[-1] else str(size), f"{cost['parameters']:,}", human_bytes(cost["bytes"]),
                       "unknown" if cost["share"] is None else f"{cost['share']:.1%}", percent(at[size]["coverage"]),
                       percent(at[size]["coverage_heldout"])])
-    if prediction:
-        for line, size in zip(lines, [None, *prediction["sizes"]], strict=True):
-            line += ["ceiling", "accept", "draft ms", "tok/s", "speed-up"] if size is None else [
-                f"{size['ceiling']:.3f}", f"{size['accept_length']:.3f}", f"{size['draft_ms']:.2f}", f"{size['tokens_per_second']:.1f}",
-                f"{size['speed_up']:.2f}"]
     print_lines(lines)
     if sources:
         say("coverage by source, held out where something was:")
@@ -408,14 +407,21 @@ def print_table(costs, curve, sources, points, prediction):
             [name if part["coverage_heldout"] else f"{name} (counted)", f"{part['supervised_tokens']:,}",
              *(percent((part["coverage_heldout"] or part["coverage"])[n]) for n in shown)]
             for name, part in sources.items())])
-    if prediction:
-        best = max(prediction["sizes"], key=lambda size: size["tokens_per_second"])
-        whose = f"with the hits of {prediction['pilot']}" if prediction["pilot"] else (
-            f"if {prediction['acceptance']:.0%} of the drafts are right")
-        say(f"predicted {whose}, {prediction['steps']} steps, one prompt at a time, {prediction['dtype']} on this machine "
-            f"({prediction['device']}, {prediction['threads']} threads): a step of plain decoding {prediction['plain_ms']:.1f} ms, a "
-            f"verification {prediction['verify_ms']:.1f} ms; {best['draft_vocab']} rows are fastest. The ceiling is what a drafter reaches "
-            f"that misses only what its vocabulary lacks")
+
+
+def print_prediction(prediction):
+    sizes = prediction["sizes"]
+    print_lines([["draft vocab", "ceiling", "accept", "draft ms", "tok/s", "speed-up"], *(
+        [str(size["draft_vocab"]), f"{size['ceiling']:.3f}", f"{size['accept_length']:.3f}", f"{size['draft_ms']:.2f}",
+         f"{size['tokens_per_second']:.1f}", f"{size['speed_up']:.2f}"] for size in sizes)])
+    best = max(size["speed_up"] for size in sizes)
+    near = [str(size["draft_vocab"]) for size in sizes if size["speed_up"] > 0.95 * best]
+    whose = f"with the hits of {prediction['pilot']}" if prediction["pilot"] else (
+        f"if {prediction['acceptance']:.0%} of the drafts are right, of rare tokens as of frequent ones, which undervalues small sizes")
+    say(f"predicted {whose}, {prediction['steps']} steps, one prompt at a time, {prediction['dtype']} on this machine "
+        f"({prediction['device']}, {prediction['threads']} threads): a step of plain decoding {prediction['plain_ms']:.1f} ms, a "
+        f"verification {prediction['verify_ms']:.1f} ms; within 5 % of the fastest: {', '.join(near)} rows. The ceiling is what a drafter "
+        f"reaches that misses only what its vocabulary lacks")
 
 
 def print_lines(rows):

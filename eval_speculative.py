@@ -405,7 +405,8 @@ def fill(summary, runs, model, loaded, args):
                                    for name in names if names != [None]}
             if model and entry["draft_ms"]:
                 head_ms = 1000 * head_seconds(loaded[number - 1][0], concurrency)
-                entry |= {"head_ms": round(head_ms, 4), "head_share": round(min(1.0, head_ms / entry["draft_ms"]), 4)}
+                share = head_ms / entry["draft_ms"]  # above 1 where other work came between the two
+                entry |= {"head_ms": round(head_ms, 4), "head_share": round(share, 4) if share <= 1 else None}
             entry["differences"] = None if args.temperature or entry["identical"] is None else differences(model, run_waves, number)
             entries.append(entry)
         numbers = range(1, len(summary["drafters"]) + 1)

@@ -207,10 +207,11 @@ def main():
         say(f"warning: {steps} steps are few; a smaller --batch-tokens or more --epochs gives more")
     if args.dry_run:
         state = trainable * 4 * 4 + (target.vocab_size + draft_vocab) * target.hidden_size * 4
-        say(f"weights, gradients, moments, embedding and teacher need about {human_bytes(state)} in each process, the batches beside them")
+        say(f"weights, gradients, moments, embedding and teacher need about {human_bytes(state)} in each process, the batches beside them"
+            f"{'; the checkpoint is tried before the first step, not in a dry run' if args.init == 'checkpoint' else ''}")
         return {"steps": steps, "epochs": epochs, "tokens": tokens,
                 "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "memory_bytes": state, "dry_run": True,
-                "batch_tokens": args.batch_tokens, "lr": args.lr, "out": str(out)}
+                "batch_tokens": args.batch_tokens, "lr": args.lr, "warnings": list(filter(None, warnings)), "out": str(out)}
 
     device = accelerator.device
     compute = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from common.cli import UserError, say
+from common.cli import Progress, UserError, say
 from common.decode import decode
 from common.drafter import Drafter, captured_layers, drafter_config
 from common.figures import accept_figures, figure_class, rounded
@@ -18,6 +18,7 @@ from common.target_model import TargetModel
 from common.training import DRAFTED, draft_hits, simulate
 from common.ttt import make_batch, supervised_rows
 
+SAMPLES = 256  # held-out ones that are walked over, at most
 SOURCES = 40  # that are told apart, the largest
 DRAWN = 8  # of them in a plot
 TIMED_TOKENS, TIMED_PROMPTS, TURNS = 17, 2, 2  # a drafter's decoding is timed over so many tokens, prompts, and rounds of all drafters
@@ -112,48 +113,23 @@ def coverage_by_source(parts, order, sizes, names):
     return shares
 
 
-def predict(shards, target, maps, steps, acceptance, pilot, dtype, trust_remote_code=False):
-    """What drafters with these vocabularies would reach here, one prompt at a time: a dict for vocab_map.json, key `prediction`.
+@torch.inference_mode()
+def expected_lengths(shards, target, maps, steps, acceptance, pilot):
+    """{size: (ceiling, expected accept length)} of vocabularies `maps`, {D: target ids int64 [D], None for the full one}.
 
-    maps: {D: target ids int64 [D], None for the full vocabulary}. Every step is timed with an untrained drafter of that size, as times
-    do not depend on what has been learnt. The ceiling is the accept length of a drafter that misses only what its vocabulary
-    lacks, walked over held-out answers. The accept length expected is that walk with the own hits of `pilot`, (Drafter, its rows), or,
-    where that is empty, with a share `acceptance` of them, drawn.
-
-        tokens/s = n / (prefill + (n - 1) / accept length * (steps * draft + verify)), n: tokens of a mean held-out answer
-
-    Raises UserError without held-out samples, and for a pilot of other layers.
+    The ceiling is the accept length of a drafter that misses only what its vocabulary lacks, walked over held-out answers. What is
+    expected is that walk with the own hits of `pilot`, (Drafter, its rows), or, where that is empty, with a share `acceptance` of them,
+    drawn. Raises UserError without held-out samples, and for a pilot of other layers.
     """
-    samples = shards.heldout.nonzero()[0][:256]
+    samples = shards.heldout.nonzero()[0][:SAMPLES]
     if not len(samples):
         raise UserError(f"{shards.folder} holds no held-out samples, on which --predict goes; extract with --heldout")
-    layers = shards.manifest["layers"]
     if pilot:
-        config = pilot[0].config
+        config, layers = pilot[0].config, shards.manifest["layers"]
         if (stated := captured_layers(config, target.num_layers, "the pilot")) != layers:
             raise UserError(f"the pilot reads layers {stated}, {shards.folder} holds {layers}; give another --pilot")
         if max(maps) > config["draft_vocab_size"]:
             say(f"the pilot has {config['draft_vocab_size']} rows: what it would reach with more is at least what is told")
-    model = TargetModel(target, layers, dtype, trust_remote_code=trust_remote_code)
-    model.check_logits()
-    lengths = walk(shards, target, samples, maps, steps, acceptance, pilot)
-    times = step_times(model, maps, steps, shards)
-    answer = max(2, round(shards.index[samples, 5].mean()))
-    plain = times["prefill_ms"] + (answer - 1) * times["plain_ms"]
-    sizes = []
-    for size, draft_ms in times.pop("draft_ms").items():
-        ceiling, expected = lengths[size]
-        milliseconds = times["prefill_ms"] + (answer - 1) / expected * (steps * draft_ms + times["verify_ms"])
-        sizes.append({"draft_vocab": size, "ceiling": rounded(ceiling), "accept_length": rounded(expected), "draft_ms": draft_ms,
-                      "tokens_per_second": rounded(1000 * answer / milliseconds), "speed_up": rounded(plain / milliseconds)})
-    return {"steps": steps, "acceptance": None if pilot else acceptance,
-            "dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type, "threads": torch.get_num_threads(),
-            "target_sha256": shards.manifest["target"]["tensors_sha256"], "answer_tokens": answer, **times, "sizes": sizes}
-
-
-@torch.inference_mode()
-def walk(shards, target, samples, maps, steps, acceptance, pilot):
-    """{size: (ceiling, expected accept length)} over held-out samples, for `predict`."""
     names = DRAFTED if pilot else ("input_ids", "loss_mask", "target_argmax")
     embedding = target.embedding().float() if pilot else None
     known = {size: None if rows is None else torch.from_numpy(np.isin(np.arange(target.vocab_size), rows)) for size, rows in maps.items()}
@@ -175,6 +151,29 @@ def walk(shards, target, samples, maps, steps, acceptance, pilot):
     return lengths
 
 
+def predict(shards, target, maps, steps, lengths, dtype, trust_remote_code=False):
+    """What drafters with vocabularies `maps` would reach here, one prompt at a time: a dict for vocab_map.json, key `prediction`.
+
+    lengths: of expected_lengths. Every step is timed with an untrained drafter of that size, as times do not depend on what was learnt.
+
+        tokens/s = n / (prefill + (n - 1) / accept length * (steps * draft + verify)), n: tokens of a mean held-out answer
+    """
+    model = TargetModel(target, shards.manifest["layers"], dtype, trust_remote_code=trust_remote_code)
+    model.check_logits()
+    times = step_times(model, maps, steps, shards)
+    answer = max(2, round(shards.index[shards.heldout.nonzero()[0][:SAMPLES], 5].mean()))
+    plain = times["prefill_ms"] + (answer - 1) * times["plain_ms"]
+    sizes = []
+    for size, draft_ms in times.pop("draft_ms").items():
+        ceiling, expected = lengths[size]
+        milliseconds = times["prefill_ms"] + (answer - 1) / expected * (steps * draft_ms + times["verify_ms"])
+        sizes.append({"draft_vocab": size, "ceiling": rounded(ceiling), "accept_length": rounded(expected), "draft_ms": draft_ms,
+                      "tokens_per_second": rounded(1000 * answer / milliseconds), "speed_up": rounded(plain / milliseconds)})
+    return {"steps": steps, "dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type,
+            "threads": torch.get_num_threads(), "target_sha256": shards.manifest["target"]["tensors_sha256"], "answer_tokens": answer,
+            **times, "sizes": sizes}
+
+
 @torch.inference_mode()
 def step_times(model, maps, steps, shards):
     """Median milliseconds of plain decoding's step, of a verification, of reading a prompt, and of a drafting step by size."""
@@ -189,12 +188,15 @@ def step_times(model, maps, steps, shards):
     if limits < 3:
         raise UserError(f"the prompts of {shards.folder} leave no room for an answer in the target's positions, to time one")
     found = {size: [] for size in (0, *maps)}  # 0: plain decoding
+    progress = Progress((TURNS + 1) * len(found), "decodings", "timing")
     for turn in range(TURNS + 1):
         for size, groups in found.items():
+            progress.update(1)
             for prompt in prompts:
                 group = decode(model, [prompt], limits if turn else 2, set(), drafters.get(size, ()), steps, 1, steps + 1)
                 if turn:  # the first, short round warms up
                     groups.append(group)
+    progress.close()
 
     def milliseconds(groups, read):
         return rounded(1000 * median(seconds for group in groups for seconds in read(group)))

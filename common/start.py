@@ -200,9 +200,11 @@ def probe(args, target, drafter, embedding, teacher, rows, training, heldout):
         fresh, _ = accept_figures(*simulated(yardstick, embedding, rows, shards, inside, args.eval_steps).sum(0).tolist())
         figures["fresh"], figures["fresh_steps"] = fresh, steps
         beside = f", a fresh drafter reaches {fresh:.3f} after {steps} steps"
-    sentence = f"{args.checkpoint} starts at an accept length of {length:.3f} here (best constant guess {constant:.3f}){beside}"
+    sentence = (f"{args.checkpoint} starts at an accept length of {length:.3f} on {len(inside)} samples here (best constant guess "
+                f"{constant:.3f}){beside}")
     if (drawn and (fresh is None or length <= fresh)) or (fresh is not None and length - 1 < (fresh - 1) / 2):
-        figures["warning"] = f"{sentence}: it was made for another model, or has learnt nothing yet"
+        figures["warning"] = (f"{sentence}: it was made for another model, has learnt nothing yet, or its vocabulary lacks what is said "
+                              f"here")
         if not args.force:
             raise UserError(f"{figures['warning']}; train from scratch (--init scratch), or --force to go on")
     elif drawn or (fresh is not None and length < fresh):

@@ -5,11 +5,12 @@ from statistics import median
 import numpy as np
 
 from common.cli import UserError
-from common.figures import names, rounded, speed_interval
+from common.figures import FEW, names, rounded, speed_interval
 from common.target import check_same_target
 from common.vocab import MAP_FILE, check_coverage, coverage, map_facts
 
 PREDICTED = ("accept_length", "ceiling", "draft_ms", "tokens_per_second", "speed_up")
+NOISY = 1.2  # times as long: the verifications of drafters beside each other, which are the same work
 COMPARED = {"accept_length": "accept length", "tokens_per_second": "tokens/s", "speed_up": "speed-up"}
 
 
@@ -52,7 +53,8 @@ def verdict(entries, groups, settings):
     entries: the figures of every drafter on the same prompts at one concurrency; groups: of each entry the Groups it was made of.
 
     The winner has the most tokens/s. It is `too_close` to tell where the 95 % interval of its tokens/s over the runner-up's (bootstrap
-    over the prompts that were decoded together, both drafters' times of the same prompts drawn together) includes 1.
+    over the prompts that were decoded together, both drafters' times of the same prompts drawn together) includes 1, with few prompts,
+    and where the same verification took drafters so different times that other work on the machine decides.
 
     Plain decoding is reached at an accept length of accept_length(winner) * tokens/s(plain) / tokens/s(winner).
     """
@@ -62,14 +64,18 @@ def verdict(entries, groups, settings):
     titles, (first, second) = names(entries), order[:2]
     winner, rate, length = entries[first], entries[first]["tokens_per_second"], entries[first]["accept_length"]
     interval = speed_interval(groups[first], groups[second])
-    too_close = interval is None or interval[0] <= 1
+    verifying = [entries[n]["verify_ms"] for n in order if entries[n]["verify_ms"]] or [1]
+    doubts = [words for words, holds in (
+        ("one batch of prompts cannot tell", interval is None), ("too close to tell", interval is not None and interval[0] <= 1),
+        (f"{winner['prompts']} prompts are too few to tell", interval is not None and winner["prompts"] < FEW),
+        (f"other work on the machine decides: a verification took {min(verifying):.0f} to {max(verifying):.0f} ms",
+         max(verifying) > NOISY * min(verifying))) if holds]
     ratio = rate / entries[second]["tokens_per_second"]
     where = settings["backend"] if settings["backend"] != "local" else settings["device"] if settings["device"] != "cpu" else (
         f"cpu, {settings['threads']} thread{'s' * (settings['threads'] > 1)}")
-    doubt = "" if not too_close else ", too close to tell" if interval else ", and one batch of prompts cannot tell"
     span = "" if interval is None else f" (95 %: {interval[0]:.2f}-{interval[1]:.2f})"
     sentences = [f"fastest here ({where}, {settings['dtype']}, {winner['concurrency']} at once): {titles[first]} with {rate:.1f} tokens/s, "
-                 f"{ratio:.2f} times {titles[second]}{span}{doubt}"]
+                 f"{ratio:.2f} times {titles[second]}{span}{''.join(f'; {words}' for words in doubts)}"]
     plain, beaten = winner["baseline_tokens_per_second"], None
     if plain and length:
         beaten, needed = plain > rate, length * plain / rate
@@ -82,7 +88,7 @@ def verdict(entries, groups, settings):
             sentences.append(f"plain decoding makes {plain:.1f} tokens/s: whether {titles[first]} is faster is too close to tell")
     even, more = break_even(entries, order, settings["steps"])
     return {"concurrency": winner["concurrency"], "winner": winner["drafter"], "runner_up": entries[second]["drafter"],
-            "ratio": rounded(ratio), "ratio_interval": interval, "too_close": too_close, "plain_beats_all": beaten,
+            "ratio": rounded(ratio), "ratio_interval": interval, "too_close": bool(doubts), "plain_beats_all": beaten,
             "break_even": even, "sentences": sentences + more}
 
 

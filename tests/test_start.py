@@ -250,7 +250,7 @@ def foreign(work, tmp_path_factory):
 
 
 def test_a_checkpoint_for_another_model_is_called_out_before_the_first_step(work, tmp_path, foreign, monkeypatch):
-    with pytest.raises(UserError, match=r"starts at an accept length of 1\.\d+ here \(best constant guess 1\.\d+\), a fresh "
+    with pytest.raises(UserError, match=r"starts at an accept length of 1\.\d+ on 6 samples here \(best constant guess 1\.\d+\), a fresh "
                        r"drafter reaches 1\.\d+ after 32 steps: it was made for another model, .* \(--init scratch\), or --force"):
         go_on(work, tmp_path / "out", foreign, "--draft-vocab", "full")
     assert not (tmp_path / "out").exists()
@@ -269,7 +269,8 @@ def test_a_good_checkpoint_goes_on_and_its_figure_is_the_first_measurement(work,
     first = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == 0 and first["accept_length"] == summary["start"]["accept_length"]
     assert summary["start"]["warning"] is None and summary["warnings"] == []
-    assert f"starts at an accept length of {first['accept_length']:.3f} here (best constant guess" in capsys.readouterr().err
+    words = f"starts at an accept length of {first['accept_length']:.3f} on {summary['start']['samples']} samples here (best"
+    assert words in capsys.readouterr().err
 
 
 def test_every_process_of_a_run_comes_to_the_same_verdict(work, tmp_path, foreign, monkeypatch):
