@@ -17,19 +17,27 @@ from platform import python_version
 
 import torch
 
-from common.cli import Parser, Progress, UserError, human_bytes, positive_int, run, say
+from common.cli import Parser, Progress, UserError, human_bytes, in_range, positive_int, run, say
 from common.conversations import Skip, count_text, read_rows
 from common.corpus import add_data_arguments, first_question, longest_sample, prepare
 from common.decode import decode
 from common.files import check_output_folder, sha256_file, write_json
 from common.rendering import Renderer, chat_ids
 from common.sampling import random_numbers, sampling_settings, stop_ids
-from common.shards import FORMAT, MANIFEST, read_manifest, write_shard
+from common.shards import (
+    FORMAT,
+    MANIFEST,
+    SCALES,
+    STORE,
+    bytes_per_token,
+    read_manifest,
+    store_states,
+    stored_tensors,
+    write_shard,
+)
 from common.target import chat_template_sha256, load_tokenizer, open_target, parse_layers, tokenizer_sha256
 from common.target_model import TargetModel
 
-STORED = ["aux_hidden_states", "last_hidden_state", "target_argmax"]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK_LINES, BLOCK_BYTES = 512, 2 << 30  # a block is computed in memory and redone whole after an interruption
 
 
@@ -46,7 +54,12 @@ def parse_args():
     add("--max-new-tokens", type=positive_int, default=512, metavar="N", help="longest answer with --regenerate: most chats end before")
     add("--layers", default="auto", help="three HF hidden_states indices like 2,15,27; default auto, [2, n/2, n-3], as the engines "
         "capture by themselves")
-    add("--store", choices=list(DTYPES), default="bf16", help="dtype on disk; default bf16, which never overflows")
+    add("--store", choices=list(STORE), default="bf16", help="dtype of the states on disk; default bf16, which never overflows. fp8: half "
+        "of it, with a scale for each state")
+    add("--teacher", choices=["states", "compact"], default="states", help="what training learns from beside the three layers' states: "
+        "default states, the lm_head's input; compact: the likeliest tokens' log-probabilities at supervised rows, which is smaller and "
+        "spares training the product with the target's lm_head")
+    add("--candidates", type=in_range(8, low_too=True, kind=int), default=64, metavar="C", help="tokens of the compact teacher; default 64")
     add("--temperature", default="0", metavar="T",
         help="of the answers; 0 is greedy, what a drafter guesses best; config: what the target's generation config says")
     add("--top-p", type=float, default=1.0, metavar="P", help="for temperature > 0; 1 keeps everything")
@@ -89,7 +102,8 @@ def main():
     conversations, skipped, notes, sources = prepare(rows, renderer, target, args, max_length)
     reasons = Counter(reason for _, reason in skipped)
     tokens = sum(c["bound"] for c in conversations)
-    row_bytes = 4 * target.hidden_size * DTYPES[args.store].itemsize + 9  # per token: four states, id, mask, argmax
+    args.candidates = min(args.candidates, target.vocab_size) if args.teacher == "compact" else 0
+    row_bytes = int(bytes_per_token(target.hidden_size, args.store, args.candidates))  # at most: with every token supervised
     begun = read_manifest(args.out) if (args.out / MANIFEST).exists() else None
     fit = BLOCK_BYTES // (row_bytes * max(c["bound"] for c in conversations))
     block_lines = args.block_lines or (begun and begun["block_lines"]) or max(1, min(BLOCK_LINES, fit))
@@ -106,8 +120,8 @@ def main():
                 "tokens_per_second": None, "shards": blocks, "out": str(args.out)}
 
     manifest = {
-        "format": FORMAT, "target": target.facts(), "layers": layers, "dtype": str(DTYPES[args.store]).removeprefix("torch."),
-        "stored": STORED, "tokenizer_sha256": tokenizer_sha256(target.folder),
+        "format": FORMAT, "target": target.facts(), "layers": layers, "dtype": str(STORE[args.store]).removeprefix("torch."),
+        "stored": stored_tensors(args.teacher), "candidates": args.candidates, "tokenizer_sha256": tokenizer_sha256(target.folder),
         "chat_template_sha256": chat_template_sha256(tokenizer),
         "template_kwargs": args.template_kwargs, "system": args.system, "sampling": sampling, "max_length": max_length,
         "data_sha256": data_sha256, "block_lines": block_lines, "heldout": args.heldout, "compute_dtype": args.dtype,
@@ -130,6 +144,7 @@ def main():
     manifest["complete"] = True
     save(manifest, args.out)
     done, seconds = manifest["done"], time.monotonic() - started
+    row_bytes = bytes_per_token(target.hidden_size, args.store, args.candidates, done["supervised_tokens"] / done["tokens"])
     return {**done, "bytes": sum(entry["bytes"] for entry in manifest["shards"]), "bytes_per_token": row_bytes, "seconds": seconds,
             "tokens_per_second": (done["tokens"] - done_before["tokens"]) / seconds, "shards": len(manifest["shards"]),
             "dropped_or_cut": dict(notes), "forced": manifest["forced"], "out": str(args.out)}
@@ -158,8 +173,8 @@ def extract(manifest, missing, conversations, skipped_rows, renderer, target, la
             samples = write_answers(model, renderer, by_block[block], manifest["sampling"], max_length, args, budget, skipped, progress)
         else:
             samples = [sample_of(c, c["input_ids"], c["loss_mask"]) for c in by_block[block]]
-        samples = add_states(model, samples, DTYPES[args.store], budget, skipped, None if args.regenerate else progress)
-        need = sum(len(sample["input_ids"]) for sample in samples) * 4 * target.hidden_size * DTYPES[args.store].itemsize
+        samples = add_states(model, samples, args, budget, skipped, None if args.regenerate else progress)
+        need = sum(len(sample["input_ids"]) for sample in samples) * bytes_per_token(target.hidden_size, args.store, args.candidates)
         free = shutil.disk_usage(args.out).free
         if free < 1.05 * need + (1 << 20):
             raise UserError(f"the disk of {args.out} has {human_bytes(free)} left and the next shard needs {human_bytes(need)}; make room "
@@ -212,10 +227,10 @@ def write_answers(model, renderer, conversations, sampling, max_length, args, bu
     return samples
 
 
-def add_states(model, samples, store, budget, skipped, progress):
+def add_states(model, samples, args, budget, skipped, progress):
     """The samples with their states, by line and turn. Batches are of like length, padded on the right; padding is taken off.
 
-    Samples with states that are not finite are named, counted in `skipped` and left out. Raises UserError when `store` overflows.
+    Samples with states that are not finite are named, counted in `skipped` and left out. Raises UserError when --store overflows.
     """
     samples = sorted(samples, key=lambda sample: (-len(sample["input_ids"]), sample["sample_id"], sample["turn_id"]))
     kept = []
@@ -233,10 +248,19 @@ def add_states(model, samples, store, budget, skipped, progress):
                 say(f"{name}: states that are not finite, skipped{hint}")
                 skipped["non-finite states"] += 1
                 continue
-            sample["target_argmax"] = model.argmax(last[n, :length]).to("cpu", torch.int32)
+            teach = sample["loss_mask"][1:].nonzero()[:, 0]  # rows whose next token is supervised
+            chosen, ids, logprobs = model.choices(last[n, :length], teach.to(model.device), args.candidates)
+            sample["target_argmax"] = chosen.to("cpu", torch.int32)
+            if args.candidates:
+                sample |= {"teacher_rows": teach, "teacher_ids": ids.to("cpu", torch.int32),
+                           "teacher_logprobs": logprobs.to("cpu", torch.bfloat16)}
+                del states["last_hidden_state"]
             for key, state in states.items():
-                sample[key] = state.to("cpu", store)
-                if not sample[key].isfinite().all():
+                stored, scale = store_states(state, state.shape[1] // model.target.hidden_size, STORE[args.store])
+                sample[key] = stored.to("cpu")
+                if scale is not None:
+                    sample[SCALES[key]] = scale.to("cpu")
+                elif not sample[key].isfinite().all():
                     raise UserError(f"{name}: a state of {state.abs().max():.0f} does not fit into --store fp16; take bf16")
             kept.append(sample)
         if progress:

@@ -41,7 +41,7 @@ from common.files import check_output_folder, sha256_file, write_json
 from common.shards import Shards, check_shards
 from common.start import decide_vocabulary, scratch_map, start_from_checkpoint, start_from_scratch
 from common.target import open_target
-from common.training import Teacher, TrainStep, simulated
+from common.training import CompactTeacher, Teacher, TrainStep, simulated
 from common.ttt import make_batch
 from common.vocab import coverage, map_sha256, rows_to_d2t
 
@@ -140,6 +140,10 @@ def main():
     if evaluation is not shards:
         warnings += check_shards(evaluation, target, facts, layers, args.force)
 
+    compact = "teacher_ids" in shards.manifest["stored"]
+    if compact != ("teacher_ids" in evaluation.manifest["stored"]):
+        raise UserError(f"{args.shards} and {args.eval_shards} hold different teachers, states and compact ones; extract both alike")
+
     draft_vocab = decide_vocabulary(args.draft_vocab, target.vocab_size)
     if args.init == "checkpoint":
         drafter, map_rows = start_from_checkpoint(args, draft_vocab, target, layers, warnings, facts)
@@ -236,7 +240,10 @@ def main():
     device = accelerator.device
     compute = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
     embedding = embedding.to(device)
-    teacher = Teacher(head, map_rows, target.logit_softcap, target.logit_scale, device, compute, whole=args.loss != "kl")
+    if compact:
+        teacher = CompactTeacher(target.vocab_size, map_rows, device, compute)
+    else:
+        teacher = Teacher(head, map_rows, target.logit_softcap, target.logit_scale, device, compute, whole=args.loss != "kl")
     if map_rows is not None:
         map_rows = map_rows.to(device)
     drafter.to(device)

@@ -17,6 +17,10 @@ from common.target import check_same_target, open_target, tokenizer_sha256
 from common.vocab import count_ids
 
 FORMAT = 1
+STORE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+ROWS = ("input_ids", "loss_mask", "aux_hidden_states", "aux_scale", "last_hidden_state", "last_scale", "target_argmax")
+TEACHER = ("teacher_rows", "teacher_ids", "teacher_logprobs")
+SCALES = {"aux_hidden_states": "aux_scale", "last_hidden_state": "last_scale"}
 MANIFEST = "manifest.json"
 REQUIRED = {"target": dict, "layers": list, "shards": list, "planned": dict, "complete": bool, "tokenizer_sha256": str, "data_sha256": str,
             "special_ids": dict, "empty_blocks": list, "block_lines": int, "template_kwargs": dict}
@@ -29,15 +33,17 @@ def shard_name(block):
 def write_shard(folder, block, samples):
     """Write one shard from a list of samples and return its manifest entry, None for no samples.
 
-    A sample is a dict: input_ids int32 [T], loss_mask uint8 [T], aux_hidden_states [T, 3H], last_hidden_state [T, H],
-    target_argmax int32 [T], and the numbers sample_id, turn_id, source_id, heldout.
+    A sample is a dict of the tensors of ROWS that are stored, each [T, ...], perhaps of those of TEACHER, whose teacher_rows count
+    from the sample's first row, and of the numbers sample_id, turn_id, source_id, heldout.
     """
     if not samples:
         return None
     lengths = [len(sample["input_ids"]) for sample in samples]
-    tensors = {name: torch.cat([sample[name] for sample in samples])
-               for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_state", "target_argmax")}
-    tensors["cu_seqlens"] = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64)
+    bounds = [0, *np.cumsum(lengths).tolist()]
+    tensors = {name: torch.cat([sample[name] for sample in samples]) for name in (*ROWS, *TEACHER) if name in samples[0]}
+    if "teacher_rows" in tensors:
+        tensors["teacher_rows"] = torch.cat([sample["teacher_rows"] + start for sample, start in zip(samples, bounds, strict=False)])
+    tensors["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int64)
     for name, key, dtype in (("sample_ids", "sample_id", torch.int64), ("turn_ids", "turn_id", torch.int64),
                              ("source_ids", "source_id", torch.int32), ("heldout", "heldout", torch.uint8)):
         tensors[name] = torch.tensor([sample[key] for sample in samples], dtype=dtype)
@@ -47,6 +53,32 @@ def write_shard(folder, block, samples):
         "file": file.name, "samples": len(samples), "rows": sum(lengths), "bytes": file.stat().st_size, "sha256": sha256_file(file),
         "supervised_tokens": int(tensors["loss_mask"].sum()), "heldout_samples": int(tensors["heldout"].sum()),
     }
+
+
+def stored_tensors(teacher):
+    """Names of what a sample holds beside its ids and mask, with --teacher states or compact."""
+    return ["aux_hidden_states", *(["last_hidden_state"] if teacher == "states" else TEACHER[1:]), "target_argmax"]
+
+
+def bytes_per_token(hidden, store, candidates=0, supervised=1.0):
+    """Bytes of a stored token: states, id, mask, choice; of the compact teacher also its candidates in a share `supervised` of the rows."""
+    states = 3 if candidates else 4
+    scales = 4 * states if store == "fp8" else 0
+    teacher = (8 + 6 * candidates) * supervised if candidates else 0
+    return states * hidden * STORE[store].itemsize + scales + 9 + teacher
+
+
+def store_states(states, parts, dtype):
+    """(stored [T, parts * H], scale float32 [T, parts] or None) of states [T, parts * H]: float8 with a scale for each part of a row.
+
+    value = stored * scale, scale = amax / 448, float8_e4m3fn's largest number; 1 for a row of zeros.
+    """
+    if dtype != torch.float8_e4m3fn:
+        return states.to(dtype), None
+    split = states.float().unflatten(1, (parts, -1))
+    scale = split.abs().amax(2) / 448  # [T, parts]
+    scale = torch.where(scale > 0, scale, 1)
+    return (split / scale[:, :, None]).flatten(1).to(dtype), scale
 
 
 class Shards:
@@ -66,11 +98,13 @@ class Shards:
         if not self.manifest["complete"]:
             raise UserError(f"{folder} is not finished ({len(self.manifest['shards'])} of {self.manifest['planned']['blocks']} blocks); "
                             f"give the extraction's command again and it goes on")
-        self.files = []
+        self.files, self.teacher_rows = [], []
         parts = []
         for number, entry in enumerate(self.manifest["shards"]):
             file = self._open(entry)
             self.files.append(file)
+            if "teacher_ids" in self.manifest.get("stored", ()):
+                self.teacher_rows.append(file.get_tensor("teacher_rows").numpy())
             bounds = file.get_tensor("cu_seqlens").numpy()
             mask = np.concatenate([[0], np.cumsum(file.get_tensor("loss_mask").numpy(), dtype=np.int64)])
             parts.append(np.stack([
@@ -103,28 +137,44 @@ class Shards:
         """bool [S]: samples set aside at extraction."""
         return self.index[:, 3].astype(bool)
 
-    def sample(self, number, names=("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_state", "target_argmax")):
-        """dict of the named tensors of sample `number`, each [T, ...] in its stored dtype.
+    def sample(self, number, names=None):
+        """dict of the named tensors of sample `number`, default all that are stored: each [T, ...] in its stored dtype.
 
+        float8 states come as bfloat16, with their scale. teacher_ids, int32 [T, C], is -1 in rows that have no teacher.
         Raises UserError for ids that the target does not have, and for states that are not finite where they are used: of the
         lm_head's input only the rows that predict a supervised token.
         """
+        names = names or ("input_ids", "loss_mask", *self.manifest["stored"])
         shard, first, length = (int(value) for value in self.index[number, :3])
         file = self.files[shard]
-        tensors = {name: file.get_slice(name)[first : first + length] for name in names}
+        rows = slice(first, first + length)
+        tensors = {name: file.get_slice(name)[rows] for name in names if name not in TEACHER}
+        for name in SCALES.keys() & tensors.keys():
+            if tensors[name].dtype == torch.float8_e4m3fn:
+                scale = file.get_slice(SCALES[name])[rows]  # [T, parts]
+                tensors[name] = (tensors[name].float().unflatten(1, (scale.shape[1], -1)) * scale[:, :, None]).flatten(1).bfloat16()
+        if "teacher_ids" in names:
+            at = self.teacher_rows[shard]
+            low, high = np.searchsorted(at, [first, first + length])
+            own = torch.from_numpy(at[low:high] - first)
+            for name, empty in (("teacher_ids", -1), ("teacher_logprobs", -torch.inf)):
+                found = file.get_slice(name)[low:high]
+                tensors[name] = found.new_full((length, found.shape[1]), empty).index_copy_(0, own, found)
         where = f"{self.folder / self.manifest['shards'][shard]['file']}, rows {first}..{first + length - 1} (sample {number})"
         size = self.manifest["target"]["vocab_size"]
-        for name in {"input_ids", "target_argmax"} & tensors.keys():
+        for name in {"input_ids", "target_argmax", "teacher_ids"} & tensors.keys():
             low, high = tensors[name].aminmax()
-            if low < 0 or high >= size:
+            if low < -(name == "teacher_ids") or high >= size:
                 raise UserError(f"{where}: {name} holds {int(low if low < 0 else high)}, the target's ids are 0..{size - 1}; "
                                 f"extract it again")
-        for name in {"aux_hidden_states", "last_hidden_state"} & tensors.keys():
+        for name in SCALES.keys() & tensors.keys():
             used = tensors[name]
             if name == "last_hidden_state" and "loss_mask" in tensors:
                 used = used[:-1][tensors["loss_mask"][1:] == 1]
             if not used.isfinite().all():
                 raise UserError(f"{where}: {name} holds NaN or infinity; extract it again")
+        if "teacher_logprobs" in tensors and tensors["teacher_logprobs"].isnan().any():
+            raise UserError(f"{where}: teacher_logprobs holds NaN; extract it again")
         return tensors
 
     def supervised(self):

@@ -165,12 +165,27 @@ class TargetModel:
         return process_logits(self.lm_head(last).float(), self.target.logit_softcap, self.target.logit_scale)
 
     @torch.inference_mode()
-    def argmax(self, last, chunk=2048):
-        """int64 [N]: the target's greedy choice for lm_head inputs [N, H], without a [N, V] float32 tensor.
+    def choices(self, last, rows=None, candidates=0, chunk=2048):
+        """(int64 [N] the target's greedy choice for lm_head inputs [N, H]; of `rows`, int64 [M] ascending, the likeliest tokens
+        int64 [M, C] and their log-probabilities float32 [M, C]), without a [N, V] float32 tensor.
 
-        Scale and soft cap keep the order, unless the scale is negative, which no model has.
+        Scale and soft cap keep the order, unless the scale is negative, which no model has. The choice is among the candidates.
         """
-        return torch.cat([self.lm_head(part).max(-1).indices for part in last.split(chunk)])  # of bfloat16 max is faster than argmax
+        chosen, ids, logprobs = [], [], []
+        for start in range(0, len(last), chunk):
+            logits = self.lm_head(last[start : start + chunk])
+            chosen.append(logits.max(-1).indices)  # of bfloat16 max is faster than argmax
+            own = rows[(rows >= start) & (rows < start + chunk)] - start if candidates else last.new_zeros(0)
+            for part in own.split(256) if len(own) else ():
+                exact = process_logits(logits[part].float(), self.target.logit_softcap, self.target.logit_scale)  # [m, V]
+                total = exact.logsumexp(-1, keepdim=True)
+                best, order = exact.topk(min(candidates, exact.shape[1]), -1)
+                left_out = (order != chosen[-1][part, None]).all(1)  # of equals topk may take others than that which was chosen
+                order[left_out, -1], best[left_out, -1] = chosen[-1][part][left_out], best[left_out, 0]
+                ids.append(order)
+                logprobs.append(best - total)
+        empty = [last.new_zeros(0, candidates, dtype=torch.int64)]
+        return torch.cat(chosen), torch.cat(ids or empty), torch.cat(logprobs or [part.float() for part in empty])
 
     def check_logits(self):
         """Refuse a model whose own logits are not lm_head(captured last state), scaled and capped as its config says."""
