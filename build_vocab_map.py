@@ -21,7 +21,7 @@ from common.corpus import add_data_arguments, longest_sample, prepare
 from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
 from common.figures import figure_class
 from common.files import TEMPORARY, check_output_folder, read_json, replace_folder, sha256_file
-from common.plan import coverage_by_source, plot_vocabulary, predict, pruned
+from common.plan import check_fits, coverage_by_source, plot_vocabulary, predict, pruned
 from common.rendering import Renderer, chat_ids
 from common.sampling import stop_ids
 from common.shards import Shards, open_shards_target
@@ -63,7 +63,7 @@ def parse_arguments():
         help="count the answers in this file of JSON lines (- is stdin) instead, as --target's tokenizer and template write them: no model "
              "runs. A drafter is asked for what the target answers: where these answers are not its own, --shards is the better count")
     add("--target", metavar="MODEL", help="folder or hub id of the target, for --data, and for --predict where it is no longer where the "
-        "shards say; only its tokenizer and the headers of its weights are read, unless --predict runs it")
+        "shards say; only its tokenizer, lm_head and embedding are read, unless --predict runs it")
     add_data_arguments(parser)
     add("--draft-vocab", metavar="N[,N...]",
         help="rows of the drafter's lm_head; several with commas are counted once and written to OUT/N/ each. No default: "
@@ -99,6 +99,9 @@ def parse_arguments():
                         f"--vocab-map, is wanted, where the vocabulary comes from")
     if args.vocab_map and not args.prune:
         raise UserError("--vocab-map is a map already; it goes with --prune, which cuts a drafter to it")
+    idle = [key for key in ("max_length", "heldout", "template_kwargs", "system", "limit") if getattr(args, key) != parser.get_default(key)]
+    if idle and not args.data:
+        raise UserError(f"--{idle[0].replace('_', '-')} says how --data is read, which is not given; leave it out, or give --data")
     if args.data and not args.target:
         raise UserError("--data needs --target, whose tokenizer and chat template say what its tokens are")
     if (args.shards or args.data) and not args.draft_vocab:
@@ -127,10 +130,8 @@ def main():
         rows, facts = load_map(args.vocab_map)
         if not {*TARGET_KEYS} <= (facts.get("target") or {}).keys():
             raise UserError(f"{args.vocab_map / MAP_FILE} does not say which target the map is for; make the map again")
-        check_fits(args, drafter, facts["target"], facts.get("tokenizer_sha256"), warnings := [])
-        if facts["vocab_size"] != drafter.config["vocab_size"]:
-            raise UserError(f"--vocab-map {args.vocab_map} is of {facts['vocab_size']} ids, {args.prune} of {drafter.config['vocab_size']}")
-        check_out(args.out, args, len(rows), facts)
+        warnings = check_out(args.out, args, len(rows), facts)
+        warnings += check_fits(args.prune, drafter, facts["target"], facts.get("tokenizer_sha256"), args.force)
         warn(warnings)
         return write(args, args.out, drafter, rows, facts, warnings)
 
@@ -140,9 +141,11 @@ def main():
     outs = [args.out] if len(sizes) == 1 else [args.out / str(size) for size in sizes]
     if len(sizes) > 1:
         check_parent(args.out)
-    warnings = [warning for out, size in zip(outs, sizes, strict=True) if (warning := check_out(out, args, size, corpus.facts))]
-    if drafter:
-        check_fits(args, drafter, corpus.target, corpus.facts["tokenizer_sha256"], warnings)
+    warnings = [warning for out, size in zip(outs, sizes, strict=True) for warning in check_out(out, args, size, corpus.facts)]
+    pilot = load_drafter(args.pilot) if args.pilot else ()
+    made_for = corpus.target, corpus.facts["tokenizer_sha256"], args.force
+    warnings += check_fits(args.prune, drafter, *made_for) if drafter else []
+    warnings += check_fits(args.pilot, pilot[0], *made_for) if pilot else []
 
     counted, heldout = count_ids(corpus.parts(), vocab_size)
     if not counted.any():
@@ -162,8 +165,9 @@ def main():
         if warning := check_same_target(corpus.target, target.facts(), f"{args.shards} was", args.force):
             warn([warning])
             warnings.append(warning)
-        prediction = predict(Shards(args.shards), target, {**maps, vocab_size: None}, args.predict, args.acceptance, args.pilot, args.dtype,
-                             args.trust_remote_code, args.force)
+        prediction = predict(Shards(args.shards), target, {**maps, vocab_size: None}, args.predict, args.acceptance, pilot, args.dtype,
+                             args.trust_remote_code)
+        prediction["pilot"] = args.pilot and str(args.pilot)
 
     summaries = []
     for out, (size, rows) in zip(outs, maps.items(), strict=True):
@@ -184,7 +188,8 @@ def main():
     costs = head_costs([*sizes, vocab_size], hidden, layer_multiply_adds(corpus.target))
     print_table(costs, curve, sources, points, prediction)
     if args.plot:
-        title = f"{corpus.target['name']}: {counted.sum():,} supervised tokens counted, {heldout.sum():,} held out"
+        name = "/".join(Path(corpus.target["name"]).parts[-2:])
+        title = f"{name}: {counted.sum():,} supervised tokens counted, {heldout.sum():,} held out"
         plot_vocabulary(args.plot, title, curve, sources, costs, prediction)
     return summaries[0] if len(summaries) == 1 else summaries
 
@@ -196,11 +201,13 @@ def write(args, out, drafter, rows, facts, warnings):
     if drafter:
         trained = drafter.config.get("training") or {}
         own = {"draft_vocab": drafter.config["draft_vocab_size"], "drafter": str(args.prune),
-               "model_sha256": sha256_file(args.prune / "model.safetensors")}
+               "model_sha256": sha256_file(args.prune / "model.safetensors"),
+               **{key: facts.get(key) for key in ("shards_sha256", "data_sha256")}}
         training = {**trained, "draft_vocab": size, "map_sha256": hash_, "coverage": facts.get("coverage"),
                     "coverage_heldout": facts.get("coverage_heldout"), "pruned_from": own, "accept_length": None, "acceptance": None,
                     "warnings": [*trained.get("warnings", []), *warnings]}
-        config = {**drafter.config, "draft_vocab_size": size, "training": training}
+        dtype = drafter.config.get("torch_dtype") or drafter.config.get("dtype") or "bfloat16"
+        config = {**drafter.config, "torch_dtype": dtype, "draft_vocab_size": size, "training": training}
         replace_folder(out, lambda folder: save_drafter(folder, pruned(drafter, rows).state_dict(), config, rows))
     else:
         save_map(out, rows, vocab_size, facts)
@@ -252,19 +259,6 @@ def open_full(folder):
     return drafter
 
 
-def check_fits(args, drafter, target, tokenizer, warnings):
-    """Refuse to prune a drafter of another target or tokenizer than the map's; adds to `warnings` what --force lets pass."""
-    trained = drafter.config.get("training") or {}
-    if not trained.get("target"):
-        warnings.append(f"{args.prune} does not say which target it was trained for")
-    elif warning := check_same_target(trained["target"], target, f"the drafter {args.prune} was", args.force):
-        warnings.append(warning)
-    if trained.get("tokenizer_sha256", tokenizer) != tokenizer:
-        warnings.append(f"{args.prune} was trained with tokenizer {trained['tokenizer_sha256'][:12]}, the map is of {str(tokenizer)[:12]}")
-        if not args.force:
-            raise UserError(f"{warnings[-1]}; count its own shards (--force goes on all the same)")
-
-
 def write_own_map(args):
     """The summary of --from-checkpoint: a drafter's map in a folder of its own, for the target that the drafter names, or --target."""
     drafter, rows = load_drafter(args.from_checkpoint)
@@ -274,22 +268,17 @@ def write_own_map(args):
     target, tokenizer = trained.get("target"), trained.get("tokenizer_sha256")
     if args.target:
         opened = open_target(args.target, args.revision, args.trust_remote_code)
-        facts = opened.facts()
-        warnings = [check_same_target(target or {**facts, "vocab_size": config["vocab_size"], "hidden_size": config["target_hidden_size"]},
-                                      facts, f"{args.from_checkpoint} was", args.force)]
-        target, tokenizer = facts, tokenizer_sha256(opened.folder)
+        target, tokenizer = opened.facts(), tokenizer_sha256(opened.folder)
     elif not tokenizer or not {*TARGET_KEYS} <= (target or {}).keys():
         raise UserError(f"{args.from_checkpoint} does not say which target it was trained for; name it with --target")
-    else:
-        warnings = []
     facts = {"target": {key: target[key] for key in TARGET_KEYS}, "tokenizer_sha256": tokenizer, "source": "checkpoint",
              "chat_template_sha256": trained.get("chat_template_sha256"), "template_kwargs": trained.get("template_kwargs"),
              "drafter": str(args.from_checkpoint), "model_sha256": sha256_file(args.from_checkpoint / "model.safetensors"),
              "shards_sha256": None, "data_sha256": None, "coverage": trained.get("coverage"),
-             "coverage_heldout": trained.get("coverage_heldout"), "warnings": [warning for warning in warnings if warning]}
-    check_out(args.out, args, len(rows), facts)
-    warn(facts["warnings"])
-    return write(args, args.out, None, rows.numpy(), facts, facts["warnings"])
+             "coverage_heldout": trained.get("coverage_heldout")}
+    warnings = check_out(args.out, args, len(rows), facts) + check_fits(args.from_checkpoint, drafter, target, tokenizer, args.force)
+    warn(warnings)
+    return write(args, args.out, None, rows.numpy(), {**facts, "warnings": warnings}, warnings)
 
 
 def warn(warnings):
@@ -324,32 +313,30 @@ def check_parent(out):
 
 
 def check_out(out, args, size, facts):
-    """Refuse a folder that holds anything but this map (or this pruned drafter) made earlier. Returns a warning where --force overrides."""
+    """Refuse a folder that holds anything but this map (or this pruned drafter) made earlier. Returns what --force lets pass."""
     marker, names = ("config.json", ("config.json", "model.safetensors")) if args.prune else (MAP_FILE, MAP_FILES)
     check_output_folder(out, marker)
     if not (out / marker).exists():
-        return None
+        return []
     extra = sorted({entry.name for entry in out.iterdir()} - set(names))
     if extra:
         raise UserError(f"--out {out} holds {extra[0]} beside {marker}, and replacing that would delete it; give another folder")
     old = read_json(out / marker)
-    if args.prune:
-        before = (old.get("training") or {}).get("pruned_from") or {}
-        compared = [("size", old.get("draft_vocab_size"), size),
-                    ("drafter's weights", before.get("model_sha256"), sha256_file(args.prune / "model.safetensors"))]
-        if not before:
-            raise UserError(f"--out {out} holds a drafter that was not made by pruning; give another folder")
-    else:
-        compared = [("size", old.get("draft_vocab"), size),
-                    ("target hash", (old.get("target") or {}).get("tensors_sha256"), facts["target"]["tensors_sha256"]),
-                    *((f"{name} hash", old.get(f"{name}_sha256"), facts.get(f"{name}_sha256")) for name in ("shards", "data", "model"))]
+    before = (old.get("training") or {}).get("pruned_from") if args.prune else old
+    if args.prune and not before:
+        raise UserError(f"--out {out} holds a drafter that was not made by pruning; give another folder")
+    wanted = {**facts, "model_sha256": sha256_file(args.prune / "model.safetensors")} if args.prune else facts
+    compared = [("size", old.get("draft_vocab_size" if args.prune else "draft_vocab"), size),
+                *((f"{name} hash", before.get(f"{name}_sha256"), wanted.get(f"{name}_sha256")) for name in ("shards", "data", "model"))]
+    if not args.prune:
+        compared.insert(1, ("target hash", (old.get("target") or {}).get("tensors_sha256"), facts["target"]["tensors_sha256"]))
     for key, found, wanted in compared:
         if found != wanted:
             message = f"--out {out} holds {'a drafter' if args.prune else 'a map'} of another {key} ({found} there, {wanted} here)"
             if not args.force:
                 raise UserError(f"{message}; give another folder, or --force to replace it")
-            return f"{message}; replaced by --force"
-    return None
+            return [f"{message}; replaced by --force"]
+    return []
 
 
 def forced_ids(special, vocab_size):
@@ -425,10 +412,11 @@ def print_table(costs, curve, sources, points, prediction):
                 f"{size['speed_up']:.2f}"]
     print_lines(lines)
     if sources:
-        say("coverage by source, held out (counted where nothing was held out):")
+        say("coverage by source, held out where something was:")
         shown = [points.index(cost["draft_vocab"]) for cost in costs[:-1]]
         print_lines([["source", "tokens", *(str(cost["draft_vocab"]) for cost in costs[:-1])], *(
-            [name, f"{part['supervised_tokens']:,}", *(percent((part["coverage_heldout"] or part["coverage"])[n]) for n in shown)]
+            [name if part["coverage_heldout"] else f"{name} (counted)", f"{part['supervised_tokens']:,}",
+             *(percent((part["coverage_heldout"] or part["coverage"])[n]) for n in shown)]
             for name, part in sources.items())])
     if prediction:
         best = max(prediction["sizes"], key=lambda size: size["tokens_per_second"])

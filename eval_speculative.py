@@ -23,7 +23,7 @@ import torch
 from common.cli import Parser, Progress, UserError, in_range, positive_int, run, say
 from common.conversations import count_text
 from common.decode import decode, head_seconds, transformers_generate
-from common.drafter import check_embedding, load_drafter
+from common.drafter import captured_layers, check_embedding, load_drafter
 from common.figures import figure_class, figures, plot, simulated_figures, table
 from common.files import replace_file
 from common.prompts import read_prompts, waves
@@ -32,15 +32,16 @@ from common.sampling import stop_ids
 from common.sampling_check import check_sampling
 from common.serve import answer, serve_commands, server_settings, start_server
 from common.shards import Shards, check_shards, open_shards_target
-from common.target import chat_template_sha256, check_same_target, default_layers, load_tokenizer, open_target, tokenizer_sha256
+from common.target import chat_template_sha256, check_same_target, load_tokenizer, open_target, tokenizer_sha256
 from common.target_model import TargetModel
 from common.training import simulated
+from common.verdict import answers_coverage, compare_prediction, coverage_warnings, read_prediction, simulated_coverage, verdict
 
 PLAIN, TRANSFORMERS = 0, -1  # decoders' numbers; drafters are 1, 2, ...
 WARM_UP = 16  # tokens decoded before anything is timed
 LEAST_CHANCE = 1e-4  # of a right sampler's chi-square; --check-sampling fails below
 COMPARED = 4  # prompts that transformers' own generate answers too
-NOT_MEASURED = ("accept_length", "acceptance", "tokens_per_second", "speed_up", "identical", "prompts", "draft_ms", "verify_ms")
+NOT_MEASURED = ("coverage", "accept_length", "acceptance", "tokens_per_second", "speed_up", "identical", "prompts", "draft_ms", "verify_ms")
 
 
 def parse_arguments():
@@ -56,6 +57,8 @@ def parse_arguments():
              "shards: the prompts of its held-out samples. No default; --shards alone goes without")
     add("--shards", metavar="DIR",
         help="simulate the accept length on whole held-out answers of these shards, for which the target does not run; default no")
+    add("--prediction", type=Path, metavar="MAP",
+        help="folder of build_vocab_map.py --predict: what it says of every size stands beside what is measured; default none")
     add("--backend", choices=["local", "sglang"], default="local",
         help="default local: target and drafters in this process, in transformers. sglang: on servers, as in production")
     add("--server-url", metavar="URL",
@@ -86,10 +89,12 @@ def parse_arguments():
     add("--limit", type=positive_int, metavar="N", help="read only the first N rows; default all")
     add("--out", type=Path, metavar="FILE",
         help="also write the answers, and the drafted tokens of every verification, as JSON lines; default no")
-    add("--plot", type=Path, metavar="PNG", help="also plot accept lengths and acceptance per depth; default no")
+    add("--plot", type=Path, metavar="PNG",
+        help="also plot accept lengths, acceptance per depth and, of several draft vocabularies, speed over size; default no")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target; default no, since it can do anything")
     add("--revision", metavar="NAME", help="of the target on the hub; default its main one")
-    add("--force", action="store_true", help="use a drafter made for another target of the same sizes; default no: it accepts nothing")
+    add("--force", action="store_true",
+        help="use a drafter or a prediction made for another target of the same sizes; default no: neither would hold")
     args = parser.parse_args()
     if not args.prompts and not args.shards:
         raise UserError("nothing to measure; give --prompts, or --shards to simulate")
@@ -146,12 +151,13 @@ def main():
     tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
     loaded = [load_drafter(folder) for folder in args.drafter]
     configs = [drafter.config for drafter, _ in loaded]
-    layers = [captured_layers(config, target, folder) for config, folder in zip(configs, args.drafter, strict=True)]
+    layers = [captured_layers(config, target.num_layers, folder) for config, folder in zip(configs, args.drafter, strict=True)]
     facts = target.facts()
     warnings = check_drafters(args, target, facts, tokenizer, configs)
     for own in layers if shards else ():
         warnings += check_shards(shards, target, facts, own, args.force)
-    for warning in (warnings := list(dict.fromkeys(warnings))):
+    prediction, more = read_prediction(args.prediction, facts, args.steps, args.force) if args.prediction else (None, [])
+    for warning in (warnings := list(dict.fromkeys(warnings + more))):
         say(f"warning: {warning}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {
@@ -164,7 +170,7 @@ def main():
     summary = {"target": target.name, "settings": settings, "baseline_tokens_per_second": None, "transformers_tokens_per_second": None,
                "drafters": [{"drafter": str(folder), "draft_vocab": config["draft_vocab_size"], **dict.fromkeys(NOT_MEASURED)}
                             for folder, config in zip(args.drafter, configs, strict=True)],
-               "prompts": 0, "skipped": {}, "warnings": warnings}
+               "verdict": None, "prompts": 0, "skipped": {}, "warnings": warnings}
     if shards:
         dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
         for entry, own in zip(summary["drafters"], place(loaded, layers, target, device, dtype), strict=True):
@@ -187,6 +193,9 @@ def main():
             code = max(code, check_samplings(args, model, drafters, runs, summary))
         if args.out:
             write_answers(args.out, [entry["drafter"] for entry in summary["drafters"]], runs)
+    more = coverage_warnings(summary["drafters"], configs)
+    for warning in more + (compare_prediction(summary, prediction, args.prediction) if prediction else []):
+        warn(summary, warning)
     for line in table(summary):
         say(line)
     for folder in args.drafter:
@@ -229,20 +238,6 @@ def check_drafters(args, target, facts, tokenizer, configs):
     return warnings
 
 
-def captured_layers(config, target, folder):
-    """The three HF hidden_states indices that a drafter reads: as its training block, its config or the engines' default says."""
-    layers = (config.get("training") or {}).get("layers") or config.get("eagle_aux_hidden_state_layer_ids")
-    try:
-        nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        layers = layers or (nested and [layer + 1 for layer in nested]) or default_layers(target.num_layers)
-        usable = [type(layer) for layer in layers] == [int] * 3 and 1 <= layers[0] < layers[1] < layers[2] < target.num_layers
-    except (TypeError, AttributeError):
-        layers, usable = layers or config["eagle_config"], False
-    if not usable:
-        raise UserError(f"{folder} reads layers {layers}; three ascending ones in 1..{target.num_layers - 1} are wanted for {target.name}")
-    return layers
-
-
 def common_template_kwargs(configs, folders):
     """The chat-template arguments that the drafters were trained with; all must have had the same, since they get the same prompts."""
     found = [(config.get("training") or {}).get("template_kwargs") for config in configs]
@@ -275,7 +270,8 @@ def simulate_accept_length(shards, drafter, args):
     with torch.inference_mode():
         counts = simulated(*drafter[:3], shards, samples, args.steps, progress)
     progress.close()
-    return {**simulated_figures(counts), "simulated_samples": len(samples)}
+    return {**simulated_figures(counts), "simulated_samples": len(samples),
+            "simulated_coverage": simulated_coverage(shards, samples, drafter[2])}
 
 
 def local_decoders(args, model, drafters, settings):
@@ -394,9 +390,12 @@ def fill(summary, runs, model, loaded, args):
     def own_figures(chosen, number):
         plain = [wave.groups[PLAIN] for wave in chosen if PLAIN in wave.groups]
         found = figures(plain or None, [wave.groups[number] for wave in chosen], args.steps)
+        if loaded:
+            drafter, rows = loaded[number - 1]
+            found["coverage"] = answers_coverage(plain, rows, drafter.config["vocab_size"])
         return {**found, "identical": None} if args.temperature else found  # drawn answers differ, as they should
 
-    entries = []
+    entries, verdicts = [], []
     for concurrency, run_waves in runs.items():
         for number, entry in enumerate(summary["drafters"], start=1):
             entry = {**entry, "concurrency": concurrency, **own_figures(run_waves, number)}
@@ -408,7 +407,10 @@ def fill(summary, runs, model, loaded, args):
                 entry |= {"head_ms": round(head_ms, 4), "head_share": round(min(1.0, head_ms / entry["draft_ms"]), 4)}
             entry["differences"] = None if args.temperature or entry["identical"] is None else differences(model, run_waves, number)
             entries.append(entry)
-    summary["drafters"] = entries
+        numbers = range(1, len(summary["drafters"]) + 1)
+        verdicts.append(verdict(entries[-len(numbers) :], [[wave.groups[number] for wave in run_waves] for number in numbers],
+                                summary["settings"]))
+    summary["drafters"], summary["verdict"] = entries, [found for found in verdicts if found] or None
     summary["baseline_tokens_per_second"] = entries[0]["baseline_tokens_per_second"]
     compared = [wave for wave in runs.get(1, ()) if TRANSFORMERS in wave.groups]
     if compared:

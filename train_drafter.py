@@ -37,13 +37,13 @@ from common.checkpoint import (
 from common.cli import Failed, Parser, Progress, UserError, finite, human_bytes, in_range, positive_int, run, say
 from common.drafter import Drafter, drafter_config, save_drafter
 from common.figures import accept_figures, figure_class, plot_training
-from common.files import check_output_folder, sha256_file, write_json
+from common.files import check_output_folder, read_json, sha256_file, write_json
 from common.shards import Shards, check_shards
-from common.start import decide_vocabulary, scratch_map, start_from_checkpoint, start_from_scratch
+from common.start import covered_share, decide_vocabulary, named_map, probe, start_from_checkpoint, start_from_scratch
 from common.target import open_target
 from common.training import CompactTeacher, Teacher, TrainStep, simulated
 from common.ttt import make_batch
-from common.vocab import coverage, map_sha256, rows_to_d2t
+from common.vocab import map_sha256, rows_to_d2t
 
 DIVERGED = "training diverged; begin again in another --out with a lower --lr and --muon-lr"
 
@@ -57,12 +57,15 @@ def parse_args():
     add("--out", required=True, metavar="DIR", help="folder for the drafter; new, empty, or with --resume an earlier run's")
     add("--draft-vocab", required=True, metavar="N|full", help="rows of the drafter's lm_head: a size such as 32000, which needs "
         "--vocab-map, or full. No default: fewer rows are faster at every drafting step, missing rows cost accepted drafts")
-    add("--vocab-map", metavar="DIR", help="folder of build_vocab_map.py for a reduced vocabulary; none is ever picked up by itself")
+    add("--vocab-map", metavar="DIR", help="folder of build_vocab_map.py for a reduced vocabulary, with --init scratch or --remap-vocab; "
+        "default none, and none is ever picked up by itself: a checkpoint has its own")
     add("--init", choices=["scratch", "checkpoint"], default="scratch", help="default scratch: lm_head rows start as the target's rows. "
-        "checkpoint: go on from --checkpoint, with its own vocabulary")
+        "checkpoint: go on from --checkpoint, with its own vocabulary; one that is worth nothing here is refused before the first step")
     add("--init-layer", choices=["target", "random"], default="target", help="with --init scratch, how the layer starts; default target: "
         "as the target's last decoder layer and final norm, where they fit, which learns faster than random")
     add("--checkpoint", metavar="DIR", help="drafter folder for --init checkpoint")
+    add("--remap-vocab", action="store_true", help="give the checkpoint another vocabulary, that of --vocab-map or full: lm_head rows of "
+        "tokens in both are carried over, others start from the target's. Default off: its rows mean the tokens of its own map")
     add("--ttt-steps", type=in_range(1, 128, low_too=True, kind=int), default=3, help="depth of training-time test; default 3, for "
         "serving with 3 drafts: deeper costs more and served those 3 worse. Take the number of drafts that you serve with; EAGLE-3 trains "
         "7")
@@ -110,7 +113,8 @@ def parse_args():
     add("--dry-run", action="store_true", help="print what would be trained and what it costs, and stop")
     add("--revision", metavar="NAME", help="hub revision of --target; default its main one")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the target's config; default off")
-    add("--force", action="store_true", help="go on although hashes say that shards, map or checkpoint were made for another target")
+    add("--force", action="store_true", help="go on although hashes or figures say that shards, map or checkpoint were made for another "
+        "target or other data; default off, since such a drafter is seldom worth its training")
     return parser.parse_args()
 
 
@@ -124,6 +128,8 @@ def main():
         raise UserError("--log-with all: none is installed; pip install tensorboard, or leave --log-with out")
     if args.init == "scratch" and args.checkpoint:
         raise UserError("--checkpoint goes with --init checkpoint; with --init scratch nothing is read from it")
+    if args.init == "scratch" and args.remap_vocab:
+        raise UserError("--remap-vocab goes with --init checkpoint, whose lm_head rows it carries over; leave it out with --init scratch")
     if args.plot:
         figure_class()
         if not args.plot.absolute().parent.is_dir() or args.plot.is_dir():
@@ -146,11 +152,12 @@ def main():
 
     draft_vocab = decide_vocabulary(args.draft_vocab, target.vocab_size)
     if args.init == "checkpoint":
-        drafter, map_rows = start_from_checkpoint(args, draft_vocab, target, layers, warnings, facts)
+        drafter, map_rows, promise, remapped = start_from_checkpoint(args, draft_vocab, target, facts, shards, warnings)
     else:
-        map_rows = scratch_map(args, draft_vocab, facts, shards, warnings)
+        map_rows, promise = named_map(args, draft_vocab, facts, shards, warnings)
         torch.manual_seed(args.seed)
-        drafter = Drafter(drafter_config(target, draft_vocab, layers))
+        drafter, remapped = Drafter(drafter_config(target, draft_vocab, layers)), None
+    covered, unseen = covered_share(args, map_rows, promise, shards, evaluation, warnings)
 
     train_samples = np.flatnonzero(~shards.heldout) if not args.eval_shards else np.arange(len(shards.index))
     eval_samples = (np.arange(len(evaluation.index)) if args.eval_shards else np.flatnonzero(shards.heldout))[: args.eval_samples]
@@ -171,7 +178,7 @@ def main():
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UserError(f"mixed precision {accelerator.mixed_precision} is not supported: float16 gradients overflow here; take bf16 or no")
     may_change = ("out", "resume", "dry_run", "log_with", "keep", "save_every", "plot", "gradient_checkpointing")
-    by_content = ("target", "shards", "eval_shards", "vocab_map", "checkpoint")
+    by_content = ("target", "shards", "eval_shards", "vocab_map", "checkpoint", "remap_vocab")
     settings = finite({
         **{key: value for key, value in vars(args).items() if key not in may_change + by_content},
         "eval_every": every, "mixed_precision": accelerator.mixed_precision, "shards_sha256": shards.sha256,
@@ -182,6 +189,8 @@ def main():
     if not args.dry_run:
         check_run(out, settings, args.resume)
 
+    if evaluation is not shards and evaluation.sha256 == shards.sha256:
+        warnings.append(f"--eval-shards {args.eval_shards} are the shards that are trained on: held-out figures are of what was learnt")
     for warning in filter(None, warnings):
         say(f"warning: {warning}")
     if args.init == "scratch":
@@ -190,17 +199,6 @@ def main():
     if args.freeze_lm_head:
         drafter.lm_head.weight.requires_grad_(False)
     trainable = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    covered, unseen = 1.0, 1.0 if len(eval_samples) else None
-    if map_rows is not None:
-        counted, aside = shards.supervised_counts()
-        if args.eval_shards:
-            counted, aside = counted + aside, sum(evaluation.supervised_counts())
-        covered, unseen = coverage(counted, map_rows.numpy()), coverage(aside, map_rows.numpy())
-        if not covered:
-            raise UserError("no supervised token is in the draft vocabulary: the map was counted on other data; make one for these shards")
-        if covered < 0.5 or draft_vocab == 1:
-            warnings.append(f"the draft vocabulary of {draft_vocab} covers {covered:.2%} of the supervised tokens: little can be drafted")
-            say(f"warning: {warnings[-1]}")
     layer_parameters = sum(p.numel() for name, p in drafter.named_parameters() if name != "lm_head.weight")
     head_parameters = draft_vocab * target.hidden_size
     say(f"draft vocabulary: {draft_vocab} of {target.vocab_size} rows{' (full, no map)' if map_rows is None else ''}, lm_head "
@@ -213,9 +211,6 @@ def main():
         f"{len(eval_samples)} held out")
     if steps < 100 and steps != args.max_steps:
         say(f"warning: {steps} steps are few; a smaller --batch-tokens or more --epochs gives more")
-    if evaluation is not shards and evaluation.sha256 == shards.sha256:
-        warnings.append(f"--eval-shards {args.eval_shards} are the shards that are trained on: held-out figures are of what was learnt")
-        say(f"warning: {warnings[-1]}")
     if args.dry_run:
         state = trainable * 4 * 4 + (target.vocab_size + draft_vocab) * target.hidden_size * 4
         say(f"weights, gradients, moments, embedding and teacher need about {human_bytes(state)} in each process, the batches beside them")
@@ -223,20 +218,6 @@ def main():
                 "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "memory_bytes": state, "dry_run": True,
                 "batch_tokens": args.batch_tokens, "lr": args.lr, "out": str(out)}
 
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = lock_run(out)  # held as long as it is open
-        check_run(out, settings, args.resume)  # again: another process may have begun a run meanwhile
-        if not (out / "run.json").exists():
-            write_json(out / "run.json", settings)
-    if args.log_with:
-        accelerator.init_trackers("eagle3", config={key: value for key, value in settings.items() if value is not None})
-
-    progress = {"step": 0, "tokens": 0, "seconds": 0.0, "waited": 0.0, "loss": None, "last": None, "best": None}
-    moments = {}
-    if args.resume:
-        progress, moments = load_checkpoint(out, drafter, progress)
     device = accelerator.device
     compute = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
     embedding = embedding.to(device)
@@ -247,6 +228,26 @@ def main():
     if map_rows is not None:
         map_rows = map_rows.to(device)
     drafter.to(device)
+    probed = None
+    if (out / "run.json").exists():
+        probed = read_json(out / "run.json").get("start")
+    elif args.init == "checkpoint":
+        probed = probe(args, target, drafter, embedding, teacher, map_rows, (shards, train_samples), (evaluation, eval_samples))
+    warnings.append(probed and probed["warning"])
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(out)  # held as long as it is open
+        check_run(out, settings, args.resume)  # again: another process may have begun a run meanwhile
+        if not (out / "run.json").exists():
+            write_json(out / "run.json", {**settings, "start": finite(probed)})
+    if args.log_with:
+        accelerator.init_trackers("eagle3", config={key: value for key, value in settings.items() if value is not None})
+
+    progress = {"step": 0, "tokens": 0, "seconds": 0.0, "waited": 0.0, "loss": None, "last": None, "best": None}
+    moments = {}
+    if args.resume:
+        progress, moments = load_checkpoint(out, drafter, progress)
     train_step = TrainStep(drafter, embedding, teacher, args.ttt_steps, args.depth_decay, args.loss)
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and torch.distributed.is_initialized()
     if sharded:  # not by accelerate, which on CPUs would quietly not shard
@@ -269,9 +270,9 @@ def main():
 
     training_block = {
         "target": facts, "layers": layers, "draft_vocab": draft_vocab, "map_sha256": settings["map_sha256"], "coverage": covered,
-        "coverage_heldout": unseen, "init": args.init, "data_sha256": shards.manifest["data_sha256"],
-        "tokenizer_sha256": shards.manifest["tokenizer_sha256"], "chat_template_sha256": shards.manifest["chat_template_sha256"],
-        "template_kwargs": shards.manifest["template_kwargs"], "warnings": [warning for warning in warnings if warning],
+        "coverage_heldout": unseen, "init": args.init, "remapped": remapped, "start": probed,
+        **{key: shards.manifest[key] for key in ("data_sha256", "tokenizer_sha256", "chat_template_sha256", "template_kwargs")},
+        "warnings": [warning for warning in warnings if warning],
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "safetensors", "numpy")},
         "command": " ".join(sys.argv),
     }
@@ -429,8 +430,8 @@ def main():
     return {
         "steps": progress["step"], "epochs": epochs, "tokens": progress["tokens"], "loss": progress["loss"],
         "accept_length": best["accept_length"], "acceptance": best["acceptance"], "best_step": best["step"],
-        "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "coverage": covered,
-        "coverage_heldout": unseen, "tokens_per_second": progress["tokens"] / max(progress["seconds"], 1e-9),
+        "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "remapped": remapped, "start": probed,
+        "coverage": covered, "coverage_heldout": unseen, "tokens_per_second": progress["tokens"] / max(progress["seconds"], 1e-9),
         "seconds": progress["seconds"], "batch_tokens": args.batch_tokens, "lr": args.lr, "processes": accelerator.num_processes,
         "warnings": training_block["warnings"], "out": str(out),
     }

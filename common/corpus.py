@@ -51,7 +51,7 @@ def prepare(rows, renderer, target, args, max_length):
     """(conversations, [(line, reason) of skipped rows], Counter of things to tell, names of sources): all that is known before the
     target runs. A conversation is parse_row's dict with line, source_id, heldout, `bound` (its tokens, at most when
     regenerated), `samples`, and input_ids and loss_mask of what is given."""
-    conversations, skipped, notes, sources, example = [], [], Counter(), [], None
+    conversations, skipped, notes, sources, example = [], [], Counter(), {}, None
     progress = Progress(len(rows), "rows", "reading")
     for line, row in rows:
         progress.update(1)
@@ -66,9 +66,7 @@ def prepare(rows, renderer, target, args, max_length):
             example = example or f"line {line + 1}: {skip}"
             continue
         source = str(row.get("source") or row.get("category") or "")
-        if source not in sources:
-            sources.append(source)
-        conversations.append({**conversation, "line": line, "source_id": sources.index(source)})
+        conversations.append({**conversation, "line": line, "source_id": sources.setdefault(source, len(sources))})
     progress.close()
     if not conversations:
         reasons = count_text(Counter(reason for _, reason in skipped))
@@ -79,7 +77,7 @@ def prepare(rows, renderer, target, args, max_length):
         share = sum(sum(c["loss_mask"]) for c in conversations) / sum(c["bound"] for c in conversations)
         if share < 0.02:
             say(f"warning: only {share:.2%} of the tokens are supervised; is this the right chat template?")
-    return conversations, skipped, +notes, sources
+    return conversations, skipped, +notes, list(sources)
 
 
 def encode(conversation, renderer, target, args, max_length, notes):

@@ -20,7 +20,7 @@ from torch import nn
 from common.cli import UserError
 from common.files import read_json, replace_file, write_json
 from common.target import default_layers
-from common.vocab import check_map
+from common.vocab import check_map, map_sha256, rows_to_d2t
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -165,6 +165,20 @@ def layer_ids(layers, num_layers, model_class):
             "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": nested}}
 
 
+def captured_layers(config, num_layers, folder):
+    """The three HF hidden_states indices that a drafter reads: as its training block, its config or the engines' default says."""
+    layers = (config.get("training") or {}).get("layers") or config.get("eagle_aux_hidden_state_layer_ids")
+    try:
+        nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        layers = layers or (nested and [layer + 1 for layer in nested]) or default_layers(num_layers)
+        usable = [type(layer) for layer in layers] == [int] * 3 and 1 <= layers[0] < layers[1] < layers[2] < num_layers
+    except (TypeError, AttributeError):
+        layers, usable = layers or config["eagle_config"], False
+    if not usable:
+        raise UserError(f"{folder} reads layers {layers}; three ascending ones in 1..{num_layers - 1} are wanted for this target")
+    return layers
+
+
 def save_drafter(folder, state, config, rows=None):
     """Write config.json and model.safetensors, each atomically, into `folder` (made if missing).
 
@@ -182,10 +196,11 @@ def save_drafter(folder, state, config, rows=None):
     write_json(folder / "config.json", config)
 
 
-def load_drafter(folder, dtype=torch.float32):
+def load_drafter(folder, dtype=torch.float32, ordered=True):
     """(Drafter in eval mode, rows int64 [D] or None) from an exported folder.
 
-    Raises UserError for an ordinary model, tensors that are missing, unknown or of another shape, or a broken map.
+    Raises UserError for an ordinary model, tensors that are missing, unknown or of another shape, a broken map, or one that is not the
+    map that the drafter was trained with. ordered=False takes a map whose target ids do not ascend, for whoever sorts its rows.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -235,10 +250,14 @@ def load_drafter(folder, dtype=torch.float32):
     if config["draft_vocab_size"] != config["vocab_size"]:
         if d2t is None or t2d is None:
             raise UserError(f"{folder} has a draft vocabulary of {config['draft_vocab_size']} and no d2t and t2d to say which tokens")
-        rows = torch.from_numpy(check_map((d2t.float() if d2t.is_floating_point() else d2t).numpy(), t2d.bool().numpy(), folder))
+        rows = torch.from_numpy(check_map((d2t.float() if d2t.is_floating_point() else d2t).numpy(), t2d.bool().numpy(), folder, ordered))
         if len(rows) != config["draft_vocab_size"] or len(t2d) != config["vocab_size"]:
             raise UserError(f"{folder}: its map is {len(rows)} of {len(t2d)} ids, its config says {config['draft_vocab_size']} of "
                             f"{config['vocab_size']}")
+        stated, found = training.get("map_sha256"), map_sha256(rows_to_d2t(rows.sort().values.numpy()))
+        if isinstance(stated, str) and stated != found:
+            raise UserError(f"{folder}: its d2t has hash {found[:12]}, and its lm_head was trained with the map {stated[:12]}: a map was "
+                            f"copied over, with which its rows mean other tokens; put back the model.safetensors that training wrote")
     elif d2t is not None:
         raise UserError(f"{folder} has the full vocabulary and a d2t besides, which vLLM refuses; export it without")
     drafter = Drafter(config)

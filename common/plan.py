@@ -7,7 +7,7 @@ import torch
 
 from common.cli import UserError, say
 from common.decode import decode
-from common.drafter import Drafter, drafter_config, load_drafter
+from common.drafter import Drafter, captured_layers, drafter_config
 from common.figures import accept_figures, figure_class, rounded
 from common.files import replace_file
 from common.prompts import heldout_prompts
@@ -33,6 +33,24 @@ def pruned(drafter, rows):
     return cut.eval()
 
 
+def check_fits(folder, drafter, target, tokenizer, force):
+    """Refuse the drafter in `folder` where it is not for the target with these facts, or not for the tokenizer with this hash.
+
+    Returns warnings: what force lets pass, and that a drafter does not say what it was trained for. Other sizes are always refused.
+    """
+    config, trained = drafter.config, drafter.config.get("training") or {}
+    made_for = {**target, **(trained.get("target") or {"name": "an unnamed target"}), "vocab_size": config["vocab_size"],
+                "hidden_size": config["target_hidden_size"]}
+    warnings = [check_same_target(made_for, target, f"the drafter {folder} was", force)]
+    if not trained.get("target"):
+        warnings.append(f"{folder} does not say which target it was trained for; only the sizes were compared")
+    if trained.get("tokenizer_sha256", tokenizer) != tokenizer:
+        warnings.append(f"{folder} was trained with tokenizer {str(trained['tokenizer_sha256'])[:12]}, {str(tokenizer)[:12]} is wanted")
+        if not force:
+            raise UserError(f"{warnings[-1]}; use the drafter, shards and map that belong together (--force goes on all the same)")
+    return [warning for warning in warnings if warning]
+
+
 def coverage_by_source(parts, order, sizes, names):
     """{name: supervised_tokens, and coverage and coverage_heldout at each of `sizes`} of the largest sources; {} where there is one.
 
@@ -56,24 +74,31 @@ def coverage_by_source(parts, order, sizes, names):
     return shares
 
 
-def predict(shards, target, maps, steps, acceptance, pilot_folder, dtype, trust_remote_code=False, force=False):
+def predict(shards, target, maps, steps, acceptance, pilot, dtype, trust_remote_code=False):
     """What drafters with these vocabularies would reach here, one prompt at a time: a dict for vocab_map.json, key `prediction`.
 
     maps: {D: target ids int64 [D], None for the full vocabulary}. Every step is timed with an untrained drafter of that size, as times
     do not depend on what has been learnt. The ceiling is the accept length of a drafter that misses only what its vocabulary
-    lacks, walked over held-out answers. The accept length expected is that walk with the pilot's own hits or, without a pilot,
-    with a share `acceptance` of them, drawn.
+    lacks, walked over held-out answers. The accept length expected is that walk with the own hits of `pilot`, (Drafter, its rows), or,
+    where that is empty, with a share `acceptance` of them, drawn.
 
         tokens/s = n / (prefill + (n - 1) / accept length * (steps * draft + verify)), n: tokens of a mean held-out answer
 
-    Raises UserError without held-out samples.
+    Raises UserError without held-out samples, and for a pilot of other layers.
     """
     samples = shards.heldout.nonzero()[0][:256]
     if not len(samples):
         raise UserError(f"{shards.folder} holds no held-out samples, on which --predict goes; extract with --heldout")
-    model = TargetModel(target, shards.manifest["layers"], dtype, trust_remote_code=trust_remote_code)
+    layers = shards.manifest["layers"]
+    if pilot:
+        config = pilot[0].config
+        if (stated := captured_layers(config, target.num_layers, "the pilot")) != layers:
+            raise UserError(f"the pilot reads layers {stated}, {shards.folder} holds {layers}; give another --pilot")
+        if max(maps) > config["draft_vocab_size"]:
+            say(f"the pilot has {config['draft_vocab_size']} rows: what it would reach with more is at least what is told")
+    model = TargetModel(target, layers, dtype, trust_remote_code=trust_remote_code)
     model.check_logits()
-    lengths = walk(shards, target, samples, maps, steps, acceptance, pilot_folder, force)
+    lengths = walk(shards, target, samples, maps, steps, acceptance, pilot)
     times = step_times(model, maps, steps, shards)
     answer = max(2, round(shards.index[samples, 5].mean()))
     plain = times["prefill_ms"] + (answer - 1) * times["plain_ms"]
@@ -83,24 +108,16 @@ def predict(shards, target, maps, steps, acceptance, pilot_folder, dtype, trust_
         milliseconds = times["prefill_ms"] + (answer - 1) / expected * (steps * draft_ms + times["verify_ms"])
         sizes.append({"draft_vocab": size, "ceiling": rounded(ceiling), "accept_length": rounded(expected), "draft_ms": draft_ms,
                       "tokens_per_second": rounded(1000 * answer / milliseconds), "speed_up": rounded(plain / milliseconds)})
-    return {"steps": steps, "pilot": pilot_folder and str(pilot_folder), "acceptance": None if pilot_folder else acceptance,
+    return {"steps": steps, "acceptance": None if pilot else acceptance,
             "dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type, "threads": torch.get_num_threads(),
             "target_sha256": shards.manifest["target"]["tensors_sha256"], "answer_tokens": answer, **times, "sizes": sizes}
 
 
 @torch.inference_mode()
-def walk(shards, target, samples, maps, steps, acceptance, pilot_folder, force):
+def walk(shards, target, samples, maps, steps, acceptance, pilot):
     """{size: (ceiling, expected accept length)} over held-out samples, for `predict`."""
-    names, pilot = ("input_ids", "loss_mask", "target_argmax"), None
-    if pilot_folder:
-        names = DRAFTED
-        drafter, rows = load_drafter(pilot_folder)
-        made_for = (drafter.config.get("training") or {}).get("target") or {}
-        if warning := check_same_target(made_for, shards.manifest["target"], f"the pilot {pilot_folder} was", force):
-            say(f"warning: {warning}")
-        if max(maps) > (size := drafter.config["draft_vocab_size"]):
-            say(f"the pilot has {size} rows: what it would reach with more is at least what is told")
-        pilot = drafter, target.embedding().float(), rows
+    names = DRAFTED if pilot else ("input_ids", "loss_mask", "target_argmax")
+    embedding = target.embedding().float() if pilot else None
     known = {size: None if rows is None else torch.from_numpy(np.isin(np.arange(target.vocab_size), rows)) for size, rows in maps.items()}
     generator, counts = torch.Generator().manual_seed(0), {size: torch.zeros(2, 2, steps, dtype=torch.int64) for size in maps}
     for first in range(0, len(samples), 8):
@@ -108,7 +125,7 @@ def walk(shards, target, samples, maps, steps, acceptance, pilot_folder, force):
         rows, supervised = supervised_rows(batch["loss_mask"], batch["bounds"], steps)
         at = rows[None] + torch.arange(1, steps + 1)[:, None]  # [K, R] the row where the target chooses what is drafted
         chosen = batch["target_argmax"][at.clamp(max=len(batch["input_ids"]) - 1)]
-        hits = (draft_hits(pilot[0], pilot[1], batch, pilot[2], steps)[1] if pilot
+        hits = (draft_hits(pilot[0], embedding, batch, pilot[1], steps)[1] if pilot
                 else torch.rand(supervised.shape, generator=generator) < acceptance)
         for size, inside in known.items():
             possible = supervised if inside is None else supervised & inside[chosen]
@@ -165,10 +182,15 @@ def plot_vocabulary(path, title, curve, sources, costs, prediction):
         label = name if part["coverage_heldout"] else f"{name} (counted)"
         axes[0].plot(sizes, (part["coverage_heldout"] or part["coverage"])[first:], linewidth=0.8, alpha=0.7, label=label)
     axes[0].plot(sizes, [point["coverage"] for point in curve[first:]], "k--", label="all, counted")
-    if curve[0]["coverage_heldout"] is not None:
-        axes[0].plot(sizes, [point["coverage_heldout"] for point in curve[first:]], "k", linewidth=2, label="all, held out")
+    best = "coverage" if curve[0]["coverage_heldout"] is None else "coverage_heldout"
+    if best == "coverage_heldout":
+        axes[0].plot(sizes, [point[best] for point in curve[first:]], "k", linewidth=2, label="all, held out")
+    for point in curve:
+        if point["draft_vocab"] in chosen[:-1]:
+            axes[0].plot(point["draft_vocab"], point[best], "ko", markersize=4)
+            axes[0].annotate(f"{point[best]:.1%}", (point["draft_vocab"], point[best]), textcoords="offset points", xytext=(3, -13))
     axes[0].set_ylabel("share of supervised tokens covered")
-    axes[0].legend(fontsize="small")
+    axes[0].legend(fontsize="small", title="by source, held out" if sources else None, title_fontsize="small")
     axes[1].plot(chosen, [cost["bytes"] / 2**20 for cost in costs], "o-")
     for cost in costs:
         share = "" if cost["share"] is None else f"{cost['share']:.0%}"

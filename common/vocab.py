@@ -68,11 +68,11 @@ def least_coverage(promised):
 
 
 def check_coverage(found, facts, what, force=False, tokens="the supervised tokens here"):
-    """Refuse a map that covers clearly less of `tokens`, `found`, than its `facts` promise: held-out coverage, else that of the counts.
+    """Refuse a map that covers clearly less of `tokens`, `found`, than its `facts` promise (the lower of their two figures).
 
     Returns a warning if forced, None where the promise is kept or there is none.
     """
-    promised = next((facts[key] for key in ("coverage_heldout", "coverage") if isinstance(facts.get(key), (int, float))), None)
+    promised = min((facts[key] for key in ("coverage_heldout", "coverage") if isinstance(facts.get(key), (int, float))), default=None)
     if promised is None or found >= least_coverage(promised):
         return None
     message = (f"{what} covers {found:.2%} of {tokens} and promised {promised:.2%} (at least "

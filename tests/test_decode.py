@@ -9,9 +9,11 @@ from common import sampling_check
 from common.decode import Answer, Draft, Group, Tree, cut, decode, transformers_generate
 from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
 from common.figures import figures
+from common.sampling import distribution
 from common.sampling_check import check_sampling, chi_square
 from common.target import default_layers, open_target
 from common.target_model import SlotCache, TargetModel
+from eval_speculative import LEAST_CHANCE
 from tests import tiny
 from tests.reference import draft_logits
 
@@ -326,6 +328,79 @@ def test_a_broken_sampler_is_caught(flat, tmp_path, monkeypatch, fault):
         monkeypatch.setattr(Draft, "chain", shifted)
     found = check_sampling(flat, prompts(1)[0], 4000, FLAT, (drafter, embedding, rows), 3, 1, 4, numbers())
     assert found["p_value"] < 1e-6, found
+
+
+@pytest.fixture(scope="module")
+def outside(flat, tmp_path_factory):
+    """(drafter, embedding, rows) whose draft vocabulary of 120 has neither the target's likeliest first token behind prompts(1)[0] nor
+    its likeliest second ones."""
+    prompt = prompts(1)[0]
+    first = flat.logits(flat.states(torch.tensor([prompt]))[1][0, -1]).softmax(-1)
+    favourites = {int(first.argmax())}
+    for token in first.topk(8).indices.tolist():
+        favourites.add(int(flat.logits(flat.states(torch.tensor([[*prompt, token]]))[1][0, -1]).argmax()))
+    rows = torch.tensor([i for i in range(flat.target.vocab_size) if i not in favourites][::2][:120])
+    config = {**drafter_config(flat.target, 120, LAYERS), "torch_dtype": "float32"}
+    torch.manual_seed(2)
+    folder = tmp_path_factory.mktemp("outside") / "drafter"
+    save_drafter(folder, Drafter(config).state_dict(), config, rows)
+    drafter = load(flat, folder)
+    assert favourites.isdisjoint(drafter[2].tolist()) and first.max() > 0.02
+    return drafter
+
+
+@pytest.mark.parametrize("shape", [{}, TREE])
+def test_the_targets_favourite_outside_the_map_is_drawn_as_often_as_it_should_be(flat, outside, monkeypatch, shape):
+    monkeypatch.setattr(sampling_check, "BATCH", 1000)
+    found = check_sampling(flat, prompts(1)[0], 20000, FLAT, outside, **{"steps": 3, "topk": 1, "draft_tokens": 4, **shape},
+                           numbers=numbers())
+    assert found["cells"] > 20 and found["p_value"] > LEAST_CHANCE, found
+
+
+@pytest.mark.parametrize("fault", ["the draft vocabulary alone", "ids without the map"])
+def test_a_sampler_that_mistakes_the_map_is_caught(flat, outside, monkeypatch, fault):
+    """What replaces a draft is drawn from the draft vocabulary alone; the drafter's chances are taken for those of ids 0, 1, 2, ..."""
+    monkeypatch.setattr(sampling_check, "BATCH", 1000)
+    chain, rows = Draft.chain, outside[2]
+    if fault == "the draft vocabulary alone":
+        lost = torch.ones(flat.target.vocab_size, dtype=torch.bool).index_fill_(0, rows, False)
+
+        def of_the_map(logits, sampling):
+            return distribution(logits.masked_fill(lost, -torch.inf) if logits.shape[-1] == len(lost) else logits, sampling)
+
+        monkeypatch.setattr(engine, "distribution", of_the_map)
+    else:
+        def unmapped(draft, *rest):
+            tree = chain(draft, *rest)
+            chances = torch.zeros_like(tree.chances)
+            chances[..., : len(rows)] = tree.chances[..., rows]
+            return tree._replace(chances=chances)
+
+        monkeypatch.setattr(Draft, "chain", unmapped)
+    found = check_sampling(flat, prompts(1)[0], 4000, FLAT, outside, 3, 1, 4, numbers())
+    assert found["p_value"] < 1e-6, found
+
+
+@pytest.mark.parametrize("shape", [{"steps": 3, "topk": 1, "draft_tokens": 4}, TREE, {"steps": 2, "topk": 2, "draft_tokens": 5}])
+def test_draft_ms_is_of_one_depth_and_a_round_is_all_of_them_and_a_verification(model, tmp_path, monkeypatch, shape):
+    """On a clock that goes 1 s with every use of the head and 1,000 s with every verification."""
+    now, head, judge_states = [0.0], Draft.head, TargetModel.judge_states
+
+    def counted(function, seconds):
+        def wrapped(*given):
+            now[0] += seconds
+            return function(*given)
+
+        return wrapped
+
+    monkeypatch.setattr(engine, "clock", lambda device: now[0])
+    monkeypatch.setattr(Draft, "head", counted(head, 1.0))
+    monkeypatch.setattr(TargetModel, "judge_states", counted(judge_states, 1000.0))
+    group = decode(model, prompts(2), 12, frozenset(), load(model, tiny.make_drafter(tmp_path / "drafter", model.target)), **shape)
+    found = figures(None, [group], shape["steps"])
+    assert (found["draft_ms"], found["verify_ms"]) == (1000.0, 1_000_000.0)
+    rounds = len(group.verify_seconds)
+    assert rounds * (shape["steps"] * found["draft_ms"] + found["verify_ms"]) == 1000 * group.seconds
 
 
 def test_a_drafter_that_overflows_changes_no_text(model, tmp_path):

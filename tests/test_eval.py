@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 import eval_speculative
 from common import decode as engine
 from common.cli import UserError
-from common.drafter import load_drafter
+from common.drafter import captured_layers, load_drafter, save_drafter
 from common.prompts import Conversation, parse_prompt, waves
 from common.target import default_layers, open_target
 from common.target_model import TargetModel
-from eval_speculative import captured_layers, main
+from eval_speculative import main
 from tests import tiny
 from tests.scripts import call
 from tests.test_serve import INFO, Fake, facts
@@ -170,9 +170,16 @@ def test_shards_are_simulated_without_a_target_and_asked_as_prompts(folder, tmp_
                              "--prompts", tmp_path / "shards", "--steps", 4, "--dtype", "float32", "--max-new-tokens", 24,
                              "--plot", tmp_path / "plot.png")
     both = summary["drafters"][0]
+    assert alone["coverage"] is None and alone["simulated_coverage"] == both["simulated_coverage"] == both["coverage"] == 1.0
     assert both["simulated_accept_length"] == alone["simulated_accept_length"] == both["accept_length"]
     assert both["simulated_samples"] == both["prompts"] > 1 and both["simulated_acceptance"] == both["acceptance"]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    few = prune(path, tmp_path / "few", torch.arange(7, 328, 9), coverage_heldout=0.9, coverage=1.0)
+    summary, _ = run_main(monkeypatch, "--drafter", path, "--drafter", few, "--shards", tmp_path / "shards",
+                          "--plot", tmp_path / "simulated.png")
+    covered = summary["drafters"][1]["simulated_coverage"]
+    assert 0 < covered < 0.5 and summary["verdict"] is None and [all(word in warning for word in (
+        str(few), f"{covered:.2%}", "90.00%", "held-out answers")) for warning in summary["warnings"]] == [True]
     other = make_drafter(tmp_path / "other", target, layers=[1, 3, 6])
     refused(monkeypatch, ("--drafter", other, "--shards", tmp_path / "shards"), "[2, 4, 5]", "[1, 3, 6]")
     refused(monkeypatch, ("--drafter", path, "--shards", tmp_path / "none"), "none is no folder of shards")
@@ -183,6 +190,66 @@ def test_shards_are_simulated_without_a_target_and_asked_as_prompts(folder, tmp_
     refused(monkeypatch, arguments, "tokenizer", "another", "--force")
     summary, _ = run_main(monkeypatch, *arguments, "--force", "--concurrency", 99)
     assert "another" in summary["warnings"][0] and f"at most {summary['prompts']} were" in summary["warnings"][1]
+
+
+def prune(folder, out, rows, **training):
+    """A full-vocabulary drafter cut to the target ids `rows`, as build_vocab_map.py --prune does."""
+    state, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    config |= {"draft_vocab_size": len(rows)}
+    config["training"] |= {"draft_vocab": len(rows), "pruned_from": {"draft_vocab": 328, "model_sha256": "0" * 64}, **training}
+    save_drafter(out, {**state, "lm_head.weight": state["lm_head.weight"][rows]}, config, rows)
+    return out
+
+
+def test_sizes_are_compared_in_one_run_beside_their_prediction(folder, tmp_path, monkeypatch, capsys):
+    """A full drafter and two cut from it: coverage of the answers counted here, a verdict, what was predicted, and what was promised."""
+    target = open_target(folder)
+    full = make_drafter(tmp_path / "full", target)
+    half = prune(full, tmp_path / "half", torch.arange(0, 328, 2), coverage_heldout=0.99)
+    tenth = prune(full, tmp_path / "tenth", torch.arange(5, 328, 10), coverage_heldout=None, coverage=0.02)
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", [{**row, "category": f"kind {number % 2}"} for number, row in
+                                                     enumerate(tiny.conversations(4))])
+    arguments = ["--target", folder, "--prompts", rows, "--dtype", "float32", "--max-new-tokens", 16,
+                 *(word for path in (full, half, tenth) for word in ("--drafter", path))]
+    sizes = [{"draft_vocab": size, "accept_length": length, "ceiling": 4.0, "draft_ms": 1.0, "tokens_per_second": 50.0, "speed_up": 0.5}
+             for size, length in ((328, 1.25), (164, 1.0))]
+    prediction = {"steps": 3, "target_sha256": target.facts()["tensors_sha256"], "dtype": "bfloat16", "device": "cpu",
+                  "threads": torch.get_num_threads(), "sizes": sizes}
+    (tmp_path / "map").mkdir()
+    (tmp_path / "map" / "vocab_map.json").write_text(json.dumps({"prediction": prediction}))
+    summary, code = run_main(monkeypatch, *arguments, "--prediction", tmp_path / "map", "--plot", tmp_path / "plot.png",
+                             "--out", tmp_path / "answers.jsonl", "--concurrency", "1,4")
+    assert code == 0 and [entry["identical"] for entry in summary["drafters"]] == [4] * 6
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    plain = [token for answer in answers if answer["drafter"] is None and answer["concurrency"] == 1 for token in answer["ids"][1:]]
+    wanted = [1.0, *(round(sum(token in ids for token in plain) / len(plain), 4) for ids in (range(0, 328, 2), range(5, 328, 10)))]
+    assert [entry["coverage"] for entry in summary["drafters"]] == wanted * 2 and 0 < wanted[2] < wanted[1] < 1
+    assert all(part["coverage"] is not None for entry in summary["drafters"] for part in entry["categories"].values())
+    told = capsys.readouterr().err
+    [covered, compared] = summary["warnings"]
+    assert all(word in covered for word in (str(half), f"{wanted[1]:.2%}", "99.00%", "plain answers")), covered
+    assert all(word in compared for word in ("--prediction", "dtype bfloat16 for float32", "one prompt at once"))
+    assert [found["concurrency"] for found in summary["verdict"]] == [1, 4]
+    for number, found in enumerate(summary["verdict"]):
+        part = summary["drafters"][3 * number : 3 * number + 3]
+        best = max(part, key=lambda entry: entry["tokens_per_second"])
+        assert found["winner"] == best["drafter"] and len(found["break_even"]) == 2
+        low, high = found["ratio_interval"]
+        assert low <= found["ratio"] <= high and low < high
+        assert found["plain_beats_all"] == (best["baseline_tokens_per_second"] > best["tokens_per_second"])
+        assert all(sentence in told for sentence in found["sentences"])
+    first, second, third = summary["drafters"][:3]
+    assert first["predicted"]["accept_length"] == 1.25 and second["predicted"]["ceiling"] == 4.0 and third["predicted"] is None
+    errors = summary["prediction"]["largest_error"]
+    lengths = [(entry["accept_length"], entry["predicted"]["accept_length"]) for entry in summary["drafters"] if entry["predicted"]]
+    assert errors["accept_length"] == round(max(abs(predicted / measured - 1) for measured, predicted in lengths), 4)
+    assert errors["tokens_per_second"] == pytest.approx(max(abs(50 / one["tokens_per_second"] - 1) for one in (first, second)), abs=1e-3)
+    assert (tmp_path / "plot.png").stat().st_size > 10000 and "pred. tok/s" in told
+
+    summary, _ = run_main(monkeypatch, *arguments[:10])  # one drafter: nothing to compare
+    assert summary["verdict"] is None and "predicted" not in summary["drafters"][0] and summary["warnings"] == []
+    refused(monkeypatch, [*arguments, "--steps", 2, "--prediction", tmp_path / "map"], "is for 3 steps, 2 are measured", "--predict 2")
+    refused(monkeypatch, [*arguments, "--prediction", tmp_path], "vocab_map.json does not exist")
 
 
 def test_sampled_answers(folder, tmp_path, monkeypatch, capsys):
@@ -262,12 +329,12 @@ def test_waves_hold_one_category_and_turns_follow_each_other():
         ("a", 0, [0, 2]), ("a", 1, [0]), ("a", 0, [3]), ("a", 1, [3]), (None, 0, [1])]
 
 
-def test_layers_of_a_drafter_are_found(folder):
-    target = open_target(folder)
-    assert captured_layers({"training": {"layers": [1, 3, 6]}, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, target, "") == [1, 3, 6]
-    assert captured_layers({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, target, "") == [1, 3, 6]
-    assert captured_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}}, target, "") == [1, 3, 6]
-    assert captured_layers({}, target, "") == [2, 4, 5]
+def test_layers_of_a_drafter_are_found():
+    named = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    assert captured_layers({"training": {"layers": [1, 2, 3]}, **named}, 8, "") == [1, 2, 3]
+    assert captured_layers(named, 8, "") == [1, 3, 6]
+    assert captured_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}}, 8, "") == [1, 3, 6]
+    assert captured_layers({}, 8, "") == [2, 4, 5]
 
 
 def test_prompts_end_at_the_last_user_message():

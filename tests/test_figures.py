@@ -1,6 +1,7 @@
 """Figures, intervals, table and plot of constructed answers, and the accept length that is simulated from shards."""
 
 import itertools
+import json
 import random
 import sys
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ import torch
 
 from common.cli import UserError
 from common.drafter import load_drafter
-from common.figures import accept_figures, accept_interval, figures, interval, names, plot, simulated_figures, table
+from common.figures import accept_figures, accept_interval, figure_class, figures, interval, names, plot, simulated_figures, table
 from common.shards import Shards, check_shards, open_shards_target
 from common.target import open_target, tokenizer_sha256
 from common.training import simulated
+from common.verdict import answers_coverage, compare_prediction, read_prediction, simulated_coverage, verdict
 from tests import reference, tiny
 from tests.scripts import call
 from tests.test_training import EMBEDDING, MAP, drafter_of, sample_of
@@ -203,6 +205,170 @@ def test_table_has_every_figure_in_160_columns():
     assert max(map(len, wide)) <= 160 and any("…" in line for line in wide)
 
 
+def timed(rounds, draft, verify, prefill=0.0, drafter="runs/a", size=8000, steps=3, plain=None):
+    """(entry, groups) of prompts whose rounds accept `rounds` (a list each) and take draft + verify seconds."""
+    groups = [Group([Answer([0] * (1 + sum(accepted) + len(accepted)), accepted, [min(count + 1, steps) for count in accepted])],
+                    prefill + len(accepted) * (draft + verify), [draft] * len(accepted), [verify] * len(accepted)) for accepted in rounds]
+    return {"drafter": drafter, "draft_vocab": size, "concurrency": 1, **figures(plain, groups, steps)}, groups
+
+
+LOCAL = {"backend": "local", "device": "cpu", "threads": 2, "dtype": "bfloat16", "steps": 3}
+
+
+def test_break_even_against_rounds_that_are_played():
+    """The other drafter's own rounds, with accepted drafts added until the tokens per second of all of them are the winner's."""
+    one = timed([[2, 1, 0, 3] * 5, [1, 1, 2] * 7], 0.009, 0.06)
+    two = timed([[2, 1, 1, 3] * 5, [1, 1, 2] * 7], 0.030, 0.06, drafter="runs/b", size=49152)
+    found = verdict([two[0], one[0]], [two[1], one[1]], LOCAL)
+    assert (found["winner"], found["runner_up"], found["too_close"]) == ("runs/a", "runs/b", False)
+
+    def speed(groups, more=0.0):
+        tokens = sum(len(group.answers[0].ids) - 1 for group in groups)  # without the one that prefill gives
+        rounds = sum(len(group.draft_seconds) for group in groups)
+        return (tokens + more * rounds) / sum(sum(group.draft_seconds) + sum(group.verify_seconds) for group in groups)
+
+    low, high = 0.0, 4.0
+    for _ in range(60):
+        more = (low + high) / 2
+        low, high = (more, high) if speed(two[1], more) < speed(one[1]) else (low, more)
+    even = found["break_even"][0]
+    assert even["break_even_accept_length"] == pytest.approx(two[0]["accept_length"] + low, abs=2e-4)
+    assert (even["drafter"], even["round_ms"], even["winner_round_ms"]) == ("runs/b", 90.0, 69.0)
+    text = found["sentences"][-1]
+    assert text == (f"b (49152 rows) would have to reach an accept length of {two[0]['accept_length'] + low:.2f} to be as fast as a (8000 "
+                    f"rows): it drafts in 10.0 ms for 3.0, a verification takes 60.0, and it reached {two[0]['accept_length']:.2f}")
+    slow = timed([[3] * 9] * 2, 0.9, 0.06, drafter="runs/c")
+    assert "3 steps cannot give more than 4" in verdict([slow[0], one[0]], [slow[1], one[1]], LOCAL)["sentences"][-1]
+    late = timed([[3] * 9] * 2, 0.009, 0.06, prefill=9.0, drafter="runs/d")
+    assert "by these medians it is as fast" in verdict([late[0], one[0]], [late[1], one[1]], LOCAL)["sentences"][-1]
+
+
+def test_too_close_to_tell_is_a_paired_interval_over_prompts():
+    random.seed(4)
+    slow = [random.uniform(1, 30) for _ in range(12)]  # prompts take their own time, whoever drafts
+
+    def groups(factors):
+        return [Group([Answer([0] * 40, [1] * 13, [2] * 13)], seconds * factor, [0.01] * 13, [0.05] * 13)
+                for seconds, factor in zip(slow, factors, strict=True)]
+
+    def entry(name, some):
+        return {"drafter": name, "draft_vocab": 8000, "concurrency": 1, **figures(None, some, 3)}
+
+    one, clear, noisy = groups([1] * 12), groups([1.04, 1.05, 1.06] * 4), groups([0.7, 1.05, 1.4] * 4)
+    found = verdict([entry("a", one), entry("b", clear)], [one, clear], LOCAL)
+    assert not found["too_close"] and "too close" not in found["sentences"][0] and found["winner"] == "a"
+    assert found["ratio"] == pytest.approx(sum(group.seconds for group in clear) / sum(group.seconds for group in one), abs=1e-3)
+    pairs = list(zip(one, clear, strict=True))
+    drawn = sorted(sum(b.seconds for _, b in some) / sum(a.seconds for a, _ in some)
+                   for some in (random.choices(pairs, k=12) for _ in range(4000)))
+    assert found["ratio_interval"] == pytest.approx([drawn[100], drawn[3900]], abs=3e-3)
+    found = verdict([entry("a", one), entry("b", noisy)], [one, noisy], LOCAL)
+    assert found["too_close"] and "too close to tell" in found["sentences"][0]
+    found = verdict([entry("a", one[:1]), entry("b", clear[:1])], [one[:1], clear[:1]], LOCAL)
+    assert found["too_close"] and found["ratio_interval"] is None and "one batch of prompts cannot tell" in found["sentences"][0]
+
+
+def test_plain_decoding_may_win_and_servers_tell_tokens_per_second_only():
+    plain = [Group([Answer([0] * 41)], 2.0), Group([Answer([0] * 41)], 2.1)]
+    one, two = (timed([[1] * 20] * 2, draft, 0.1, plain=plain, drafter=name) for name, draft in (("a", 0.03), ("b", 0.06)))
+    found = verdict([one[0], two[0]], [one[1], two[1]], LOCAL)
+    needed = 2 * one[0]["baseline_tokens_per_second"] / one[0]["tokens_per_second"]
+    assert found["plain_beats_all"] and f"plain decoding beats them all with 20.0 tokens/s: a would have to reach an accept length of " \
+        f"{needed:.2f}, and reached 2.00" in found["sentences"][1]
+    unsure = [Group([Answer([0] * 41)], 0.5), Group([Answer([0] * 41)], 6.0)]
+    one, two = (timed([[1] * 20] * 2, draft, 0.1, plain=unsure, drafter=name) for name, draft in (("a", 0.03), ("b", 0.06)))
+    found = verdict([one[0], two[0]], [one[1], two[1]], LOCAL)
+    assert found["plain_beats_all"] is False and "whether a is faster is too close to tell" in found["sentences"][1]
+    for entry in (one[0], two[0]):
+        entry |= {"draft_ms": None, "verify_ms": None, "baseline_tokens_per_second": None}
+    found = verdict([one[0], two[0]], [one[1], two[1]], {**LOCAL, "backend": "sglang"})
+    assert (found["winner"], found["plain_beats_all"], found["break_even"], len(found["sentences"])) == ("a", None, [], 1)
+    assert "sglang" in found["sentences"][0] and "threads" not in found["sentences"][0]
+    assert verdict([one[0]], [one[1]], LOCAL) is None
+    assert verdict([one[0], {**two[0], "tokens_per_second": None}], [one[1], two[1]], LOCAL) is None
+
+
+def test_coverage_counts_what_can_be_drafted():
+    """Of answers all but the first token; of held-out samples what the walk drafts, token by token."""
+    rows = torch.tensor([1, 4, 5])
+    groups = [Group([Answer([9, 1, 4, 9]), Answer([9])], 1.0), Group([Answer([1, 9, 5])], 1.0)]
+    assert answers_coverage(groups, rows, 10) == 0.6 and answers_coverage(groups, None, 10) == 1.0
+    assert answers_coverage([Group([Answer([9])], 1.0)], rows, 10) is None and answers_coverage([], None, 10) is None
+    random.seed(3)
+    samples = [{"input_ids": torch.tensor([random.randint(0, 9) for _ in range(n)]),
+                "loss_mask": torch.tensor([random.randint(0, 3) > 0 for _ in range(n)], dtype=torch.uint8)} for n in (1, 2, 3, 9, 30, 30)]
+    drafted = []
+    for sample in samples:
+        ids, mask = sample["input_ids"].tolist(), sample["loss_mask"].tolist()
+        reference.walk(mask, lambda depth, t: drafted.append(ids[t + 2 + depth]), 1)  # noqa: B023 - each round accepts nothing
+    stored = SimpleNamespace(sample=lambda number, names: samples[number], manifest={"target": {"vocab_size": 10}})
+    assert simulated_coverage(stored, range(6), rows) == round(sum(token in (1, 4, 5) for token in drafted) / len(drafted), 4)
+    assert simulated_coverage(stored, range(6), None) == 1.0 and simulated_coverage(stored, [0], rows) is None
+
+
+def predicted(size, length, speed, ratio):
+    return {"draft_vocab": size, "coverage_heldout": 0.9, "ceiling": 3.9, "accept_length": length, "draft_ms": 3.0,
+            "tokens_per_second": speed, "speed_up": ratio}
+
+
+def test_prediction_stands_beside_measurement():
+    summary = summary_of(coverage=0.95, simulated_accept_length=2.1, simulated_acceptance=[0.4, 0.6, 1.0], simulated_coverage=0.9)
+    first, second = summary["drafters"]
+    second |= {"draft_vocab": 49152, "accept_length": 1.6, "tokens_per_second": 4.0, "speed_up": 1.5}
+    summary["drafters"] += [{**first, "draft_vocab": 7}, {**first, "concurrency": 8, "tokens_per_second": 99.0}]
+    summary["settings"] |= {"device": "cpu", "threads": 2, "concurrency": [1, 8]}
+    prediction = {"steps": 3, "dtype": "float32", "device": "cuda", "threads": 2,
+                  "sizes": [predicted(8000, 1.9, 6.0, 2.5), predicted(49152, 1.7, None, 1.4)]}
+    [warning] = compare_prediction(summary, prediction, "MAP")
+    assert all(word in warning for word in ("MAP", "dtype float32 for bfloat16", "device cuda for cpu", "one prompt at once")), warning
+    assert "threads" not in warning
+    assert first["predicted"] == {"accept_length": 1.9, "ceiling": 3.9, "draft_ms": 3.0, "tokens_per_second": 6.0, "speed_up": 2.5}
+    assert [entry["predicted"] is None for entry in summary["drafters"]] == [False, False, True, False]
+    errors = summary["prediction"]["largest_error"]
+    assert errors == {"accept_length": round(max(1 - 1.9 / 2.0, 1.7 / 1.6 - 1), 4), "tokens_per_second": round(6.0 / 5.3333 - 1, 4),
+                      "speed_up": 0.25}
+    lines = table(summary)
+    assert "accept length 6.2 % (runs" not in lines[-1] and lines[-1].startswith("largest error of the prediction: accept length 6.2%")
+    at = lines.index("prediction beside measurement:")
+    assert lines[at + 1].split("  ")[0] == "drafter" and max(map(len, lines[at:-1])) <= 160
+    cells = "full x1 8000 2.000 2.100 1.900 5.3 6.0 2.00 2.50 15.00 3.00 3.900"
+    assert lines[at + 2].split() == cells.split() and lines[at + 4].split()[-1] == lines[at + 4].split()[5] == "-"
+    assert all(title in lines[at + 1] for title in ("pred. accept", "pred. tok/s", "pred. x", "pred. ms", "pred. ceiling"))
+    assert all(title in next(line for line in lines if line.startswith("drafter")) for title in ("  cover", "s. cover"))
+    assert "pred." not in "\n".join(table(summary_of()))
+    summary["settings"] |= {"dtype": "float32", "concurrency": [1]}
+    assert compare_prediction(summary, {**prediction, "device": "cpu"}, "MAP") == []
+    assert "topk 1 for 4" in compare_prediction({**summary, "settings": {**summary["settings"], "topk": 4}}, prediction, "MAP")[0]
+    summary = summary_of(drafters=("a",), accept_length=None, tokens_per_second=None, speed_up=None, simulated_accept_length=2.0)
+    summary["settings"] |= {"device": "cpu", "threads": 2, "concurrency": [1]}
+    compare_prediction(summary, prediction, "MAP")
+    assert summary["prediction"]["largest_error"] == {"accept_length": 0.05, "tokens_per_second": None, "speed_up": None}
+    compare_prediction(summary, {**prediction, "sizes": []}, "MAP")
+    assert summary["prediction"]["sentences"] == ["the prediction names no figure that was measured here"]
+
+
+def test_predictions_that_do_not_fit_are_refused(tmp_path):
+    facts = {"name": "smol", "tensors_sha256": "a" * 64, "text_config_sha256": "b", "vocab_size": 49152, "hidden_size": 576}
+    good = {"steps": 3, "target_sha256": "a" * 64, "dtype": "float32", "device": "cpu", "threads": 2,
+            "sizes": [predicted(8, 2.0, 5.0, 1.1)]}
+
+    def attempt(found, steps=3, force=False):
+        (tmp_path / "vocab_map.json").write_text(json.dumps({"target": {"name": "other"}, **found}))
+        return read_prediction(tmp_path, facts, steps, force)
+
+    assert attempt({"prediction": good}) == (good, [])
+    for found, words in (({}, "holds no prediction; make one with build_vocab_map.py --predict 3"), ({"prediction": 3}, "cannot be used"),
+                         ({"prediction": {**good, "sizes": [{"draft_vocab": "8"}]}}, "cannot be used"),
+                         ({"prediction": {**good, "sizes": [{"draft_vocab": 8, "accept_length": "2"}]}}, "cannot be used"),
+                         ({"prediction": {**good, "steps": 5}}, "is for 5 steps, 3 are measured"),
+                         ({"prediction": {**good, "target_sha256": "c" * 64}}, "another target.*cccccccccccc of other .*aaaa of smol")):
+        with pytest.raises(UserError, match=words):
+            attempt(found)
+    assert "cccccccccccc" in attempt({"prediction": {**good, "target_sha256": "c" * 64}}, force=True)[1][0]
+    with pytest.raises(UserError, match="does not exist"):
+        read_prediction(tmp_path / "none", facts, 3, False)
+
+
 def test_names_are_what_sets_the_folders_apart():
     entries = [{"drafter": "runs/a/step-1", "concurrency": 1}, {"drafter": "runs/b/step-1", "concurrency": 8}]
     assert names(entries) == ["a/step-1 x1", "b/step-1 x8"] and names(entries[:1]) == ["step-1"] and names([]) == []
@@ -217,6 +383,23 @@ def test_plot_is_a_whole_png(tmp_path, monkeypatch):
     plot(tmp_path / "plot.png", summary)
     assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and (tmp_path / "plot.png").stat().st_size > 10000
     assert [path.name for path in tmp_path.iterdir()] == ["plot.png"]
+    panels, subplots = [], figure_class().subplots
+    monkeypatch.setattr(figure_class(), "subplots", lambda *given, **more: panels.append(subplots(*given, **more)) or panels[-1])
+    summary = summary_of()
+    summary["drafters"][1] |= {"draft_vocab": 49152, "tokens_per_second": 4.0}
+    summary["drafters"][0]["predicted"] = predicted(8000, 2.0, 6.0, 1.1)
+    plot(tmp_path / "sizes.png", summary)
+    sizes = panels[0][2]
+    assert len(panels[0]) == 3 and sizes.get_xscale() == "log" and [text.get_text() for text in sizes.texts[:2]] == ["1", "2"]
+    drawn = [(list(line.get_xdata()), list(line.get_ydata()), line.get_fillstyle()) for line in sizes.lines[:3]]
+    assert drawn == [([8000], [6.0], "none"), ([8000], [5.3333], "full"), ([49152], [4.0], "full")]
+    summary["drafters"] += [{**summary["drafters"][0], "tokens_per_second": 5.0 + number} for number in range(3)]
+    plot(tmp_path / "same.png", summary)
+    assert [text.get_ha() for text in panels[-1][2].texts[:5]] == ["left", "right", "left", "right", "left"]  # 8000 four times, 49152
+    for entry in summary["drafters"]:
+        entry |= {"tokens_per_second": None, "simulated_accept_length": 1.5}
+    plot(tmp_path / "simulated.png", summary)
+    assert panels[-1][2].get_ylabel() == "simulated accept length" and list(panels[-1][2].lines[1].get_ydata()) == [1.5]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match="matplotlib, which is not installed"):
         plot(tmp_path / "other.png", summary)

@@ -15,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.drafter import load_drafter
+from common.drafter import captured_layers, load_drafter
 from common.target import open_target
 from common.target_model import TargetModel
-from eval_speculative import captured_layers
 from tests import tiny
 from tests.scripts import ROOT, call
 
@@ -63,7 +62,7 @@ def local(tmp_path_factory):
                                    "prompts": ROOT / "quickstart" / "eval_prompts.jsonl"}
     for case in found.values():
         case |= evaluate(case, CHAIN)
-        case["layers"] = captured_layers(load_drafter(case["drafter"])[0].config, open_target(case["target"]), case["drafter"])
+        case["layers"] = captured_layers(load_drafter(case["drafter"])[0].config, open_target(case["target"]).num_layers, case["drafter"])
     found[NAMES[0]]["tree"] = evaluate(found[NAMES[0]], TREE)["drafted"]
     return found
 

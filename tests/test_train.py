@@ -169,7 +169,7 @@ def test_two_processes_train_as_one(work, tmp_path, monkeypatch):
 
 
 def test_checkpoint_starts_from_its_weights_and_its_own_map(work, tmp_path):
-    train(work, tmp_path / "first", "--draft-vocab", 100, "--vocab-map", work / "map", *FAST)
+    train(work, tmp_path / "first", "--draft-vocab", 100, "--vocab-map", work / "map", *FAST, "--epochs", 12)
     summary = train(work, tmp_path / "second", "--draft-vocab", 100, "--init", "checkpoint", "--checkpoint", tmp_path / "first", *FAST,
                     "--lr", 1e-9, "--muon-lr", 1e-9, "--max-steps", 1)
     assert summary["init"] == "checkpoint"
@@ -180,7 +180,7 @@ def test_checkpoint_starts_from_its_weights_and_its_own_map(work, tmp_path):
 
 
 def test_a_checkpoint_that_no_step_improves_is_what_comes_out(work, tmp_path):
-    train(work, tmp_path / "first", "--draft-vocab", "full", *FAST)
+    train(work, tmp_path / "first", "--draft-vocab", "full", *FAST, "--epochs", 12)
     summary = train(work, tmp_path / "second", "--draft-vocab", "full", "--init", "checkpoint", "--checkpoint", tmp_path / "first",
                     "--ttt-steps", 2, "--lr", 10, "--muon-lr", 10, "--max-steps", 2, "--warmup", 0)
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
@@ -192,7 +192,8 @@ def test_a_checkpoint_that_no_step_improves_is_what_comes_out(work, tmp_path):
                                    {"intermediate_size": 200}])
 def test_a_checkpoint_keeps_its_own_shape(work, tmp_path, shape):
     tiny.make_drafter(tmp_path / "first", open_target(str(work / "target")), **shape)
-    train(work, tmp_path / "second", "--draft-vocab", "full", "--init", "checkpoint", "--checkpoint", tmp_path / "first", "--max-steps", 1)
+    train(work, tmp_path / "second", "--draft-vocab", "full", "--init", "checkpoint", "--checkpoint", tmp_path / "first", "--max-steps", 1,
+          "--force")  # a random drafter is worth nothing here
     config = load_drafter(tmp_path / "second")[0].config
     assert all(config[key] == value for key, value in shape.items())
 

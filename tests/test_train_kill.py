@@ -270,7 +270,8 @@ def test_killed_at_every_file_operation_of_two_saves(work, straight, tmp_path):
 
 def test_a_start_from_a_checkpoint_that_is_killed_measures_it_once(work, straight, tmp_path):
     """The record of step 0 stands before any checkpoint; the next start writes it again, not twice."""
-    arguments = ("--draft-vocab", "full", "--batch-tokens", 60, "--max-steps", 2, "--init", "checkpoint", "--checkpoint", straight[0])
+    arguments = ("--draft-vocab", "full", "--batch-tokens", 60, "--max-steps", 2, "--init", "checkpoint", "--checkpoint", straight[0],
+                 "--force")  # ten steps are no drafter yet
     run = Run(work, tmp_path / "out", *arguments)
     run.killed(2)
     run.finish()
