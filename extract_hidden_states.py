@@ -35,7 +35,7 @@ from common.shards import (
     stored_tensors,
     write_shard,
 )
-from common.target import chat_template_sha256, load_tokenizer, open_target, parse_layers, tokenizer_sha256
+from common.target import chat_template_sha256, choices, load_tokenizer, open_target, parse_layers, tokenizer_sha256
 from common.target_model import TargetModel
 
 BLOCK_LINES, BLOCK_BYTES = 512, 2 << 30  # a block is computed in memory and redone whole after an interruption
@@ -249,7 +249,7 @@ def add_states(model, samples, args, budget, skipped, progress):
                 skipped["non-finite states"] += 1
                 continue
             teach = sample["loss_mask"][1:].nonzero()[:, 0]  # rows whose next token is supervised
-            chosen, ids, logprobs = model.choices(last[n, :length], teach.to(model.device), args.candidates)
+            chosen, ids, logprobs = choices(model.target, model.lm_head, last[n, :length], teach.to(model.device), args.candidates)
             sample["target_argmax"] = chosen.to("cpu", torch.int32)
             if args.candidates:
                 sample |= {"teacher_rows": teach, "teacher_ids": ids.to("cpu", torch.int32),

@@ -59,7 +59,7 @@ def pick(chances, ids, numbers):
 
 def choose(model, last, sampling, numbers):
     """int64 [N]: the target's next ids for last states [N, H], greedy, or drawn at N uniform `numbers`, float64."""
-    return pick(*distribution(model.logits(last), sampling), numbers.flatten()) if sampling["temperature"] else model.choices(last)[0]
+    return pick(*distribution(model.logits(last), sampling), numbers.flatten()) if sampling["temperature"] else model.argmax(last)
 
 
 def random_numbers(seed, name, count):

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from common.cli import UserError
-from common.target import process_logits
+from common.target import choices, process_logits
 
 
 class SlotLayer(DynamicLayer):
@@ -164,28 +164,9 @@ class TargetModel:
         """The target's own logits, float32 [..., V], of lm_head inputs [..., H]."""
         return process_logits(self.lm_head(last).float(), self.target.logit_softcap, self.target.logit_scale)
 
-    @torch.inference_mode()
-    def choices(self, last, rows=None, candidates=0, chunk=2048):
-        """(int64 [N] the target's greedy choice for lm_head inputs [N, H]; of `rows`, int64 [M] ascending, the likeliest tokens
-        int64 [M, C] and their log-probabilities float32 [M, C]), without a [N, V] float32 tensor.
-
-        Scale and soft cap keep the order, unless the scale is negative, which no model has. The choice is among the candidates.
-        """
-        chosen, ids, logprobs = [], [], []
-        for start in range(0, len(last), chunk):
-            logits = self.lm_head(last[start : start + chunk])
-            chosen.append(logits.max(-1).indices)  # of bfloat16 max is faster than argmax
-            own = rows[(rows >= start) & (rows < start + chunk)] - start if candidates else last.new_zeros(0)
-            for part in own.split(256) if len(own) else ():
-                exact = process_logits(logits[part].float(), self.target.logit_softcap, self.target.logit_scale)  # [m, V]
-                total = exact.logsumexp(-1, keepdim=True)
-                best, order = exact.topk(min(candidates, exact.shape[1]), -1)
-                left_out = (order != chosen[-1][part, None]).all(1)  # of equals topk may take others than that which was chosen
-                order[left_out, -1], best[left_out, -1] = chosen[-1][part][left_out], best[left_out, 0]
-                ids.append(order)
-                logprobs.append(best - total)
-        empty = [last.new_zeros(0, candidates, dtype=torch.int64)]
-        return torch.cat(chosen), torch.cat(ids or empty), torch.cat(logprobs or [part.float() for part in empty])
+    def argmax(self, last):
+        """int64 [N]: the target's greedy choice for lm_head inputs [N, H]."""
+        return choices(self.target, self.lm_head, last)[0]
 
     def check_logits(self):
         """Refuse a model whose own logits are not lm_head(captured last state), scaled and capped as its config says."""
