@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common.cli import UserError
+from common.cli import UserError, say
 from common.files import read_json, replace_file, sha256_file, sha256_json
 from common.target import check_same_target, open_target, tokenizer_sha256
 from common.vocab import count_ids
@@ -34,15 +34,17 @@ def write_shard(folder, block, samples):
     """Write one shard from a list of samples and return its manifest entry, None for no samples.
 
     A sample is a dict of the tensors of ROWS that are stored, each [T, ...], perhaps of those of TEACHER, whose teacher_rows count
-    from the sample's first row, and of the numbers sample_id, turn_id, source_id, heldout.
+    from the sample's first row, and of the numbers sample_id, turn_id, source_id, heldout. The tensors are gone from it afterwards.
     """
     if not samples:
         return None
     lengths = [len(sample["input_ids"]) for sample in samples]
     bounds = [0, *np.cumsum(lengths).tolist()]
-    tensors = {name: torch.cat([sample[name] for sample in samples]) for name in (*ROWS, *TEACHER) if name in samples[0]}
-    if "teacher_rows" in tensors:
-        tensors["teacher_rows"] = torch.cat([sample["teacher_rows"] + start for sample, start in zip(samples, bounds, strict=False)])
+    if "teacher_rows" in samples[0]:
+        for sample, start in zip(samples, bounds, strict=False):
+            sample["teacher_rows"] = sample["teacher_rows"] + start
+    # taken out of the samples one by one, so that no second copy of all of them is in memory
+    tensors = {name: torch.cat([sample.pop(name) for sample in samples]) for name in (*ROWS, *TEACHER) if name in samples[0]}
     tensors["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int64)
     for name, key, dtype in (("sample_ids", "sample_id", torch.int64), ("turn_ids", "turn_id", torch.int64),
                              ("source_ids", "source_id", torch.int32), ("heldout", "heldout", torch.uint8)):
@@ -88,7 +90,8 @@ class Shards:
     supervised tokens that a drafter can predict (the first two of a sample it never does).
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, verify=False):
+        """verify: check every file's hash, too, which reads all of them."""
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise UserError(f"{folder} is no folder of shards; extract_hidden_states.py makes one")
@@ -101,7 +104,7 @@ class Shards:
         self.files, self.teacher_rows = [], []
         parts = []
         for number, entry in enumerate(self.manifest["shards"]):
-            file = self._open(entry)
+            file = self._open(entry, verify)
             self.files.append(file)
             if "teacher_ids" in self.manifest.get("stored", ()):
                 self.teacher_rows.append(file.get_tensor("teacher_rows").numpy())
@@ -111,21 +114,35 @@ class Shards:
                 np.full(len(bounds) - 1, number), bounds[:-1], np.diff(bounds), file.get_tensor("heldout").numpy(),
                 file.get_tensor("source_ids").numpy(), mask[bounds[1:]] - mask[np.minimum(bounds[:-1] + 2, bounds[1:])],
             ], axis=1).astype(np.int64))
+        listed = {entry["file"] for entry in self.manifest["shards"]}
+        if foreign := sorted(file.name for file in self.folder.glob("shard-*.safetensors") if file.name not in listed):
+            say(f"{self.folder / foreign[0]} is not listed in the manifest and is not read ({len(foreign)} such files)")
         self.index = np.concatenate(parts) if parts else np.zeros((0, 6), dtype=np.int64)
         if not len(self.index):
             raise UserError(f"{folder} holds no samples")
 
-    def _open(self, entry):
+    def _open(self, entry, verify):
         path = self.folder / entry["file"]
         if not path.exists():
             raise UserError(f"{path} is listed in the manifest and missing; extract again or restore it")
         size = path.stat().st_size
         if size != entry["bytes"]:
             raise UserError(f"{path} has {size} bytes, the manifest says {entry['bytes']}; restore it or extract it again")
+        if verify and (found := sha256_file(path)) != entry["sha256"]:
+            raise UserError(f"{path} has hash {found}, the manifest says {entry['sha256']}: it is damaged; the extraction's command with "
+                            f"--verify makes it again")
         try:
-            return safe_open(path, framework="pt")
+            file = safe_open(path, framework="pt")
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors raises its own kinds for a broken header
             raise UserError(f"{path} cannot be read as safetensors ({str(error)[:200]}); extract it again") from None
+        wanted = {"input_ids": [entry["rows"]], "aux_hidden_states": [entry["rows"], 3 * self.manifest["target"]["hidden_size"]],
+                  "cu_seqlens": [entry["samples"] + 1]}
+        for name in (*wanted, "loss_mask", "heldout", "source_ids", *self.manifest["stored"]):
+            if name not in shapes or shapes[name] != wanted.get(name, shapes[name]):
+                raise UserError(f"{path} holds {name} of shape {shapes.get(name)}, the manifest says {wanted.get(name, 'it is there')}; it "
+                                f"is of another extraction: restore it or extract it again")
+        return file
 
     @property
     def sha256(self):

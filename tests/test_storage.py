@@ -24,8 +24,8 @@ def work(tmp_path_factory):
     for name, flags in (("bf16", ()), ("fp8", ("--store", "fp8")),
                         ("compact", ("--teacher", "compact", "--candidates", 328)),
                         ("small", ("--store", "fp8", "--teacher", "compact", "--candidates", 16))):
-        call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / name, "--regenerate",
-             "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.2, *flags)
+        call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl",
+             "--out", folder / name, "--regenerate", "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.2, *flags)
     return folder
 
 
