@@ -218,13 +218,13 @@ def choices(target, lm_head, last, rows=None, candidates=0, chunk=2048):
         chosen.append(logits.max(-1).indices)  # of bfloat16 max is faster than argmax
         own = rows[(rows >= start) & (rows < start + chunk)] - start if candidates else last.new_zeros(0)
         for part in own.split(256) if len(own) else ():
-            exact = process_logits(logits[part].float(), target.logit_softcap, target.logit_scale)  # [m, V]
-            total = exact.logsumexp(-1, keepdim=True)
+            # of log_softmax, which is several times as fast as logsumexp on a CPU
+            exact = process_logits(logits[part].float(), target.logit_softcap, target.logit_scale).log_softmax(-1)  # [m, V]
             best, order = exact.topk(candidates, -1)
             left_out = (order != chosen[-1][part, None]).all(1)  # of equals topk may take others than that which was chosen
             order[left_out, -1], best[left_out, -1] = chosen[-1][part][left_out], best[left_out, 0]
             ids.append(order)
-            logprobs.append(best - total)
+            logprobs.append(best)
     empty = [last.new_zeros(0, candidates, dtype=torch.int64)]
     return torch.cat(chosen), torch.cat(ids or empty), torch.cat(logprobs or [part.float() for part in empty])
 

@@ -24,7 +24,7 @@ from common.cli import UserError
 from common.files import lock_folder, replace_file, sha256_file
 from common.shards import Shards
 from tests import tiny
-from tests.scripts import ROOT, call
+from tests.scripts import EXACT, ROOT, call
 
 OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.chmod"}
 
@@ -48,7 +48,7 @@ def work(tmp_path_factory):
 
 def flags(work, out):
     return ["--target", str(work / "target"), "--data", str(work / "rows.jsonl"), "--out", str(out), "--block-lines", "2", "--regenerate",
-            "--max-new-tokens", "6", "--temperature", "1"]
+            "--max-new-tokens", "6", "--temperature", "1", *EXACT]
 
 
 def _extract(arguments, log, launched, fatal):

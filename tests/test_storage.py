@@ -12,7 +12,7 @@ from common.target import open_target
 from common.training import CompactTeacher, Teacher, TrainStep
 from common.ttt import make_batch
 from tests import tiny
-from tests.scripts import call
+from tests.scripts import EXACT, call
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +21,8 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("storage")
     tiny.make_target(folder / "target")
     tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(24)])
-    for name, flags in (("bf16", ()), ("fp8", ("--store", "fp8")),
-                        ("compact", ("--teacher", "compact", "--candidates", 328)),
-                        ("small", ("--store", "fp8", "--teacher", "compact", "--candidates", 16))):
+    for name, flags in (("bf16", EXACT), ("fp8", ("--teacher", "states")), ("compact", ("--store", "bf16", "--candidates", 328)),
+                        ("small", ("--candidates", 16))):  # float8 and compact by default
         call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl",
              "--out", folder / name, "--regenerate", "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.2, *flags)
     return folder

@@ -63,7 +63,7 @@ def read_samples(folder):
 def write_samples(work, name, samples):
     """A finished folder of shards beside work/shards that holds `samples`."""
     (work / name).mkdir()
-    entry = write_shard(work / name, 0, samples)
+    entry = write_shard(work / name, 0, [{**sample} for sample in samples])
     manifest = json.loads((work / "shards" / "manifest.json").read_text())
     (work / name / "manifest.json").write_text(json.dumps({**manifest, "shards": [entry]}))
 
