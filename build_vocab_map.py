@@ -69,6 +69,7 @@ def parse_arguments():
     add = parser.add_argument
     add("--shards", type=Path, metavar="DIR",
         help="count these shards of extract_hidden_states.py; no default. Their held-out samples are not counted, only covered")
+    add("--verify", action="store_true", help="first check the sha256 of every shard; default no: it reads all of them")
     add("--data", metavar="FILE",
         help="count the answers in this file of JSON lines (- is stdin) instead, as --target's tokenizer and template write them: no model "
              "runs. A drafter is asked for what the target answers: where these answers are not its own, --shards is the better count")
@@ -239,7 +240,7 @@ def write(args, out, drafter, rows, facts, warnings):
 
 def open_shards(args):
     """The Corpus of --shards."""
-    shards = Shards(args.shards)
+    shards = Shards(args.shards, args.verify)
     manifest = shards.manifest
     return Corpus(shards.supervised, manifest["sources"], manifest["special_ids"], manifest["target"], {
         "target": {key: manifest["target"][key] for key in TARGET_KEYS}, "source": "shards", "shards": str(args.shards),

@@ -57,6 +57,7 @@ def parse_arguments():
              "shards: the prompts of its held-out samples. No default; --shards alone goes without")
     add("--shards", metavar="DIR",
         help="simulate the accept length on whole held-out answers of these shards, for which the target does not run; default no")
+    add("--verify", action="store_true", help="first check the sha256 of every file of --shards; default no: it reads all of them")
     add("--prediction", type=Path, metavar="MAP",
         help="folder of build_vocab_map.py --predict: what it says of every size stands beside what is measured; default none")
     add("--backend", choices=["local", "sglang"], default="local",
@@ -145,7 +146,7 @@ def positive_ints(text):
 
 def main():
     args = parse_arguments()
-    shards = Shards(args.shards) if args.shards else None
+    shards = Shards(args.shards, args.verify) if args.shards else None
     target = open_shards_target(shards, args.target, args.revision, args.trust_remote_code) if shards else open_target(
         args.target, args.revision, args.trust_remote_code)
     tokenizer = load_tokenizer(target.folder, args.trust_remote_code)

@@ -3,33 +3,47 @@
 
 Reads JSON lines, applies the target's chat template, marks the tokens that the assistant wrote (or, with --regenerate, lets
 the target write them anew), runs the target once over every sample and stores the states of three layers and the lm_head's
-input in shards with a manifest. The same command again goes on with what is missing.
+input in shards with a manifest. The same command again goes on with what is missing, on any number of processes:
+    accelerate launch extract_hidden_states.py --target TARGET --data ROWS --out SHARDS
 """
 
-import json
-import re
+import os
+import shlex
 import shutil
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 
 import torch
 
-from common.cli import Parser, Progress, UserError, human_bytes, positive_int, run, say
+from common.backend import open_backend
+from common.capture import server_command
+from common.cli import RANK, Failed, Parser, Progress, UserError, human_bytes, in_range, positive_int, run, say
 from common.conversations import Skip, count_text, read_rows
 from common.corpus import add_data_arguments, first_question, longest_sample, prepare
-from common.decode import decode
-from common.files import check_output_folder, sha256_file, write_json
+from common.files import check_output_folder, lock_folder
+from common.journal import add, begin, check_same, journals, listed, record, remove_journals, save, sum_up
 from common.rendering import Renderer, chat_ids
 from common.sampling import end_ids, random_numbers, sampling_settings, stop_ids
-from common.shards import FORMAT, MANIFEST, read_manifest, write_shard
-from common.target import chat_template_sha256, load_tokenizer, open_target, parse_layers, tokenizer_sha256
-from common.target_model import TargetModel
+from common.shards import (
+    FORMAT,
+    MANIFEST,
+    SCALES,
+    STORE,
+    TEACHER,
+    bytes_per_token,
+    read_manifest,
+    store_states,
+    stored_tensors,
+    write_shard,
+)
+from common.target import chat_template_sha256, choices, load_tokenizer, open_target, parse_layers, tokenizer_sha256
 
-STORED = ["aux_hidden_states", "last_hidden_state", "target_argmax"]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK_LINES, BLOCK_BYTES = 512, 2 << 30  # a block is computed in memory and redone whole after an interruption
 
 
@@ -40,13 +54,25 @@ def parse_args():
     add("--data", required=True, help="JSON lines (README lists the kinds of rows); - is stdin")
     add("--out", required=True, type=Path, help="folder for the shards: new, empty, or one that this command began")
     add_data_arguments(parser)
-    add("--backend", choices=["hf"], default="hf", help="what runs the target: transformers")
+    add("--backend", choices=["hf", "sglang"], default="hf", help="what runs the target: default hf, transformers; sglang, a stock "
+        "engine in this process, faster for large targets")
+    add("--server-url", metavar="URL", help="of a running SGLang, with --backend sglang; --dry-run prints the command that starts one. "
+        "Default none: an engine in this process")
+    add("--states-folder", type=Path, metavar="DIR", help="where the states of that SGLang pass, as this machine sees it; default: where "
+        "the server says it writes, or memory")
+    add("--server-arguments", default="", metavar="TEXT", help="more arguments of sglang.launch_server, like '--tp 8'; default none")
     add("--regenerate", action="store_true",
         help="let the target write the answers: a drafter learns what the target says, and that is what it will be asked to guess")
     add("--max-new-tokens", type=positive_int, default=512, metavar="N", help="longest answer with --regenerate: most chats end before")
     add("--layers", default="auto", help="three HF hidden_states indices like 2,15,27; default auto, [2, n/2, n-3], as the engines "
         "capture by themselves")
-    add("--store", choices=list(DTYPES), default="bf16", help="dtype on disk; default bf16, which never overflows")
+    add("--store", choices=list(STORE), default="fp8", help="dtype of the states on disk; default fp8, float8_e4m3fn with a scale for each "
+        "state: half of bf16, and drafters learn as much from it (docs/extraction.md)")
+    add("--teacher", choices=["states", "compact"], default="compact", help="what training learns from beside the three layers' states; "
+        "default compact: the likeliest tokens' log-probabilities at supervised rows, which spare training the product with the "
+        "target's lm_head, too. states: the lm_head's input, from which its whole distribution can be computed")
+    add("--candidates", type=in_range(8, low_too=True, kind=int), default=64, metavar="C", help="tokens of the compact teacher; default "
+        "64: 16 did as well, and the rest is a hundredth of the states")
     add("--temperature", default="0", metavar="T",
         help="of the answers; 0 is greedy, what a drafter guesses best; config: what the target's generation config says")
     add("--top-p", type=float, default=1.0, metavar="P", help="for temperature > 0; 1 keeps everything")
@@ -61,7 +87,8 @@ def parse_args():
     add("--block-lines", type=positive_int, metavar="N",
         help=f"input lines of a shard; default {BLOCK_LINES}, fewer when that could pass {human_bytes(BLOCK_BYTES)}")
     add("--verify", action="store_true", help="when going on, check the sha256 of the finished shards and redo damaged ones")
-    add("--dry-run", action="store_true", help="print samples, tokens and bytes and stop; touches nothing")
+    add("--dry-run", action="store_true", help="print samples, tokens, bytes and expected hours and stop; touches nothing. The hours are "
+        "from a short trial with --backend hf, for which it loads the target")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target")
     add("--revision", metavar="NAME", help="of a hub id; default its main one")
     add("--force", action="store_true", help="go on although target, tokenizer or template changed since these shards were begun")
@@ -71,6 +98,14 @@ def parse_args():
 def main():
     args = parse_args()
     started = time.monotonic()
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and args.data == "-":
+        raise UserError(f"--data - can be read by one process, and there are {processes}; give a file")
+    if args.server_url and args.backend != "sglang":
+        raise UserError("--server-url is for --backend sglang; give that too")
+    if args.backend == "sglang" and not args.server_url and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise UserError("several processes would each start an SGLang on the same GPUs; start one, with --server-arguments '--tp "
+                        "N' for N GPUs, or give --server-url")
     target = open_target(args.target, args.revision, args.trust_remote_code)
     layers = parse_layers(args.layers, target.num_layers)
     max_length = longest_sample(args, target)
@@ -89,25 +124,40 @@ def main():
     conversations, skipped, notes, sources = prepare(rows, renderer, target, args, max_length)
     reasons = Counter(reason for _, reason in skipped)
     tokens = sum(c["bound"] for c in conversations)
-    row_bytes = 4 * target.hidden_size * DTYPES[args.store].itemsize + 9  # per token: four states, id, mask, argmax
+    supervised = tokens if args.regenerate else sum(sum(c["loss_mask"]) for c in conversations)  # at most
+    args.candidates = min(args.candidates, target.vocab_size) if args.teacher == "compact" else 0
+    args.max_batch_tokens = args.max_batch_tokens or (32768 if torch.cuda.is_available() else 4096)
+    row_bytes = bytes_per_token(target.hidden_size, args.store, args.candidates, supervised / tokens)
     begun = read_manifest(args.out) if (args.out / MANIFEST).exists() else None
-    fit = BLOCK_BYTES // (row_bytes * max(c["bound"] for c in conversations))
+    fit = BLOCK_BYTES // int(bytes_per_token(target.hidden_size, args.store, args.candidates) * max(c["bound"] for c in conversations))
     block_lines = args.block_lines or (begun and begun["block_lines"]) or max(1, min(BLOCK_LINES, fit))
     blocks = -(-lines // block_lines)
     at_most = "at most " if args.regenerate else ""
-    say(f"{len(conversations)} of {len(rows)} rows, {at_most}{tokens} tokens, {row_bytes} bytes per token, "
-        f"{at_most}{human_bytes(tokens * row_bytes)} in {blocks} shards; skipped: {count_text(reasons) or 'none'}")
+    say(f"{len(conversations)} of {len(rows)} rows, {at_most}{tokens} tokens, {at_most}{row_bytes:.0f} bytes per token, "
+        f"{at_most}{human_bytes(tokens * row_bytes)} in {blocks} shards, {human_bytes(free_space(args.out))} free; "
+        f"skipped: {count_text(reasons) or 'none'}")
     for what, turns in notes.items():
         say(f"{turns} {what}")
+    by_block = {block: [] for block in range(blocks)}
+    for conversation in conversations:
+        by_block[conversation["line"] // block_lines].append(conversation)
     if args.dry_run:
+        hours = None
+        if args.backend == "sglang":
+            folder = args.states_folder or args.out.absolute().with_name(f"{args.out.name}-states")
+            say("a server for --server-url, with a folder that both sides see: " + server_command(
+                target, layers, args.dtype, max_length, folder, shlex.split(args.server_arguments), args.trust_remote_code))
+        elif RANK == 0:
+            with open_backend(args, target, layers, max_length) as backend:
+                hours = expect(backend, conversations, renderer, sampling, args, processes)
         return {"dry_run": True, "samples": sum(c["samples"] for c in conversations), "skipped": dict(reasons), "tokens": tokens,
-                "supervised_tokens": None if args.regenerate else sum(sum(c["loss_mask"]) for c in conversations),
-                "bytes": tokens * row_bytes, "bytes_per_token": row_bytes, "seconds": time.monotonic() - started,
-                "tokens_per_second": None, "shards": blocks, "out": str(args.out)}
+                "supervised_tokens": None if args.regenerate else supervised, "bytes": int(tokens * row_bytes),
+                "bytes_per_token": row_bytes, "hours": hours, "seconds": time.monotonic() - started, "tokens_per_second": None,
+                "shards": blocks, "out": str(args.out)}
 
     manifest = {
-        "format": FORMAT, "target": target.facts(), "layers": layers, "dtype": str(DTYPES[args.store]).removeprefix("torch."),
-        "stored": STORED, "tokenizer_sha256": tokenizer_sha256(target.folder),
+        "format": FORMAT, "target": target.facts(), "layers": layers, "dtype": str(STORE[args.store]).removeprefix("torch."),
+        "stored": stored_tensors(args.teacher), "candidates": args.candidates, "tokenizer_sha256": tokenizer_sha256(target.folder),
         "chat_template_sha256": chat_template_sha256(tokenizer),
         "template_kwargs": args.template_kwargs, "system": args.system, "sampling": sampling, "max_length": max_length,
         "data_sha256": data_sha256, "block_lines": block_lines, "heldout": args.heldout, "compute_dtype": args.dtype,
@@ -117,60 +167,88 @@ def main():
         "shards": [], "empty_blocks": [],
     }
     if begun:
-        resume(begun, manifest, args)
-    have = {entry["block"] for entry in manifest["shards"] + manifest["empty_blocks"]}
-    missing = [block for block in range(blocks) if block not in have]
-    done_before = sum_up(manifest)
-    check_space(args, conversations, {*missing}, block_lines, row_bytes)
-    if missing:
-        extract(manifest, missing, conversations, skipped, renderer, target, layers, args)
-    if not manifest["shards"]:
-        raise UserError(f"none of the samples could be kept ({count_text(Counter(sum_up(manifest)['skipped']))}); there is nothing to "
-                        f"train on")
-    manifest["complete"] = True
-    save(manifest, args.out)
+        check_same(begun, manifest, args)
+    with ExitStack() as held:
+        group = device = None
+        if processes > 1:
+            from accelerate import PartialState
+
+            group = PartialState(timeout=timedelta(days=1))  # what rank 0 looks through below may be large
+            device = group.device
+        if begun and RANK == 0:
+            held.enter_context(begin(manifest, begun, args))
+        if group:
+            group.wait_for_everyone()
+            group.destroy_process_group()
+            if begun and RANK != 0:
+                add(manifest, listed(read_manifest(args.out)))
+        done_before = sum_up(manifest)
+        missing = sorted(by_block.keys() - {entry["block"] for entry in listed(manifest)})
+        mine = [block for block in missing if block % processes == RANK]
+        check_space(args, sum(c["bound"] for block in missing for c in by_block[block]) * row_bytes)
+        if mine:
+            backend = held.enter_context(open_backend(args, target, layers, max_length, device))
+            if RANK == 0:
+                if not begun:
+                    held.enter_context(begin(manifest, begun, args))
+                expect(backend, [c for block in missing for c in by_block[block]], renderer, sampling, args, processes)
+            else:
+                while not (args.out / MANIFEST).exists():  # rank 0 writes it when its target is loaded
+                    time.sleep(0.1)
+                held.enter_context(lock_folder(args.out, "written", shared=True))
+            extract(manifest, mine, by_block, skipped, renderer, backend, args)
+        if RANK != 0:
+            return {}
+        spoke = time.monotonic()
+        while left := blocks - len(listed(manifest)):
+            if time.monotonic() - spoke > 60:
+                spoke = time.monotonic()
+                say(f"{left} blocks are still being made by other processes")
+            time.sleep(0.2)
+            add(manifest, journals(args.out))
+        if not manifest["shards"]:
+            raise UserError(f"none of the samples could be kept ({count_text(Counter(sum_up(manifest)['skipped']))}); there is nothing to "
+                            f"train on")
+        manifest["complete"] = True
+        save(manifest, args.out)
+        remove_journals(args.out)
     done, seconds = manifest["done"], time.monotonic() - started
+    row_bytes = bytes_per_token(target.hidden_size, args.store, args.candidates, done["supervised_tokens"] / done["tokens"])
     return {**done, "bytes": sum(entry["bytes"] for entry in manifest["shards"]), "bytes_per_token": row_bytes, "seconds": seconds,
             "tokens_per_second": (done["tokens"] - done_before["tokens"]) / seconds, "shards": len(manifest["shards"]),
             "dropped_or_cut": dict(notes), "forced": manifest["forced"], "out": str(args.out)}
 
 
-def extract(manifest, missing, conversations, skipped_rows, renderer, target, layers, args):
-    """Compute the missing blocks and write them, the manifest after each."""
-    model = TargetModel(target, layers, args.dtype, trust_remote_code=args.trust_remote_code)
-    model.check_logits()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for stray in args.out.glob(".*.tmp-*"):
-        stray.unlink()
-    save(manifest, args.out)
-    block_lines, max_length = manifest["block_lines"], manifest["max_length"]
-    by_block = {block: [] for block in missing}
-    for conversation in conversations:
-        if conversation["line"] // block_lines in by_block:
-            by_block[conversation["line"] // block_lines].append(conversation)
-    total = sum(c["samples"] if args.regenerate else c["bound"] for part in by_block.values() for c in part)
+def extract(manifest, mine, by_block, skipped_rows, renderer, backend, args):
+    """Compute the blocks `mine`. Each is written by a thread while the next one is computed."""
+    parts = [by_block[block] for block in mine]
+    total = sum(c["samples"] if args.regenerate else c["bound"] for part in parts for c in part)
     progress = Progress(total, "answers" if args.regenerate else "tokens", "extracting")
-    budget = args.max_batch_tokens or (4096 if model.device.type == "cpu" else 32768)
-    for block in missing:
-        skipped = Counter(reason for line, reason in skipped_rows if line // block_lines == block)
-        read = len(by_block[block]) + skipped.total()
-        if args.regenerate:
-            samples = write_answers(model, renderer, by_block[block], manifest["sampling"], max_length, args, budget, skipped, progress)
-        else:
-            samples = [sample_of(c, c["input_ids"], c["loss_mask"]) for c in by_block[block]]
-        samples = add_states(model, samples, DTYPES[args.store], budget, skipped, None if args.regenerate else progress)
-        need = sum(len(sample["input_ids"]) for sample in samples) * 4 * target.hidden_size * DTYPES[args.store].itemsize
-        free = shutil.disk_usage(args.out).free
-        if free < 1.05 * need + (1 << 20):
-            raise UserError(f"the disk of {args.out} has {human_bytes(free)} left and the next shard needs {human_bytes(need)}; make room "
-                            f"and give the same command again")
-        entry = write_shard(args.out, block, samples)
-        facts = {"block": block, "read": read, "skipped": dict(skipped)}
-        where = manifest["empty_blocks"] if entry is None else manifest["shards"]
-        where.append({**(entry or {}), **facts})
-        where.sort(key=lambda item: item["block"])
-        save(manifest, args.out)
+    own, writing = [], None
+    with ThreadPoolExecutor(1) as writer:
+        for block, part in zip(mine, parts, strict=True):
+            skipped = Counter(reason for line, reason in skipped_rows if line // manifest["block_lines"] == block)
+            read = len(part) + skipped.total()
+            if args.regenerate:
+                samples = write_answers(backend, renderer, part, manifest["sampling"], manifest["max_length"], skipped, progress)
+            else:
+                samples = [sample_of(c, c["input_ids"], c["loss_mask"]) for c in part]
+            samples = add_states(backend, samples, args, skipped, None if args.regenerate else progress)
+            if writing:
+                writing.result()  # no more than two blocks are in memory
+            facts = {"block": block, "read": read, "skipped": dict(skipped)}
+            writing = writer.submit(write, manifest, own, samples, facts, args.out)
+        writing.result()
     progress.close()
+
+
+def write(manifest, own, samples, facts, out):
+    need = sum(value.nbytes for sample in samples for value in sample.values() if torch.is_tensor(value))
+    free = shutil.disk_usage(out).free
+    if free < 1.05 * need + (1 << 20):
+        raise Failed(f"the disk of {out} has {human_bytes(free)} left and the next shard needs {human_bytes(need)}; make room and give "
+                     f"the same command again")
+    record(manifest, {**(write_shard(out, facts["block"], samples) or {}), **facts}, own, out)
 
 
 def sample_of(conversation, ids, mask, turn=0):
@@ -178,7 +256,7 @@ def sample_of(conversation, ids, mask, turn=0):
             "sample_id": conversation["line"], "turn_id": turn, "source_id": conversation["source_id"], "heldout": conversation["heldout"]}
 
 
-def write_answers(model, renderer, conversations, sampling, max_length, args, budget, skipped, progress):
+def write_answers(backend, renderer, conversations, sampling, max_length, skipped, progress):
     """Samples of the answers that the target writes: turn by turn, each in the context of its own earlier answers."""
     samples, written, start = [], 0, time.monotonic()
 
@@ -202,101 +280,138 @@ def write_answers(model, renderer, conversations, sampling, max_length, args, bu
             jobs.append((conversation, sum(message["role"] == "assistant" for message in told), prompt))
         prompts = [prompt for _, _, prompt in jobs]
         limits = [min(sampling["max_new_tokens"], max_length - len(prompt)) for prompt in prompts]
-        drawn = [random_numbers(sampling["seed"], [conversation["line"], turn], limit)
-                 for (conversation, turn, _), limit in zip(jobs, limits, strict=True)]
-        group = decode(model, prompts, limits, set(sampling["stop_ids"]), sampling=sampling, most=args.generate_rows,
-                       numbers=lambda n, first, count: drawn[n][first : first + count], prefill_tokens=budget, report=finished)  # noqa: B023
-        for (conversation, turn, prompt), answer in zip(jobs, group.answers, strict=True):
-            samples.append(sample_of(conversation, prompt + answer.ids, [0] * len(prompt) + [1] * len(answer.ids), turn))
-            conversation["messages"][conversation["messages"].index(None)] = renderer.message(answer.ids)
+        seeds = [int(random_numbers(sampling["seed"], [conversation["line"], turn], 1)[0] * 2**31) for conversation, turn, _ in jobs]
+        answers = backend.answer(prompts, limits, sampling, seeds, finished)
+        for (conversation, turn, prompt), answer in zip(jobs, answers, strict=True):
+            samples.append(sample_of(conversation, prompt + answer, [0] * len(prompt) + [1] * len(answer), turn))
+            conversation["messages"][conversation["messages"].index(None)] = renderer.message(answer)
     return samples
 
 
-def add_states(model, samples, store, budget, skipped, progress):
-    """The samples with their states, by line and turn. Batches are of like length, padded on the right; padding is taken off.
-
-    Samples with states that are not finite are named, counted in `skipped` and left out. Raises UserError when `store` overflows.
-    """
+def add_states(backend, samples, args, skipped, progress):
+    """The samples with their states, by line and turn, in batches of like length."""
     samples = sorted(samples, key=lambda sample: (-len(sample["input_ids"]), sample["sample_id"], sample["turn_id"]))
     kept = []
+    batches = []
     while samples:
-        longest = len(samples[0]["input_ids"])
-        batch, samples = samples[: max(1, budget // longest)], samples[max(1, budget // longest) :]
-        ids = torch.nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in batch], batch_first=True).to(model.device).long()  # [B, T]
-        aux, last = model.states(ids)  # [B, T, 3H], [B, T, H]
-        for n, sample in enumerate(batch):
-            length = len(sample["input_ids"])
-            states = {"aux_hidden_states": aux[n, :length], "last_hidden_state": last[n, :length]}
-            name = f"line {sample['sample_id'] + 1}, turn {sample['turn_id']}"
-            if not all(state.isfinite().all() for state in states.values()):
-                hint = "; float16 overflows in this target, --dtype bfloat16 does not" if model.dtype == torch.float16 else ""
-                say(f"{name}: states that are not finite, skipped{hint}")
-                skipped["non-finite states"] += 1
-                continue
-            sample["target_argmax"] = model.argmax(last[n, :length]).to("cpu", torch.int32)
-            for key, state in states.items():
-                sample[key] = state.to("cpu", store)
-                if not sample[key].isfinite().all():
-                    raise UserError(f"{name}: a state of {state.abs().max():.0f} does not fit into --store fp16; take bf16")
-            kept.append(sample)
+        count = max(1, args.max_batch_tokens // len(samples[0]["input_ids"]))
+        batches.append(samples[:count])
+        samples = samples[count:]
+    for batch, states in zip(batches, ahead(backend.states, map(ids_of, batches)), strict=True):
+        kept += pack(backend, batch, states, args, skipped)
         if progress:
             progress.update(sum(len(sample["input_ids"]) for sample in batch))
     return sorted(kept, key=lambda sample: (sample["sample_id"], sample["turn_id"]))
 
 
-def resume(old, manifest, args):
-    """Take over the finished blocks of `old`, the manifest on disk, into `manifest`. Raises UserError when settings differ."""
-    free_keys = {"done", "complete", "versions", "shards", "empty_blocks", "forced", "format", "target"}
-    pairs = [(key, old.get(key), manifest[key], key in ("tokenizer_sha256", "chat_template_sha256"))
-             for key in manifest if key not in free_keys]
-    pairs += [(f"target {key}", old["target"].get(key), manifest["target"][key], True) for key in ("tensors_sha256", "text_config_sha256")]
-    for key, before, now, forcible in pairs:
-        if before == now:
-            continue
-        if not (forcible and args.force):
-            raise UserError(f"{args.out} was begun with {key} {short(before)}, this command has {short(now)}; give the settings it "
-                            f"was begun with, or another --out")
-        manifest["forced"].append(key)
-        say(f"forced: {args.out} was begun with {key} {short(before)}, now it is {short(now)}")
-    manifest["forced"] = sorted({*old.get("forced", []), *manifest["forced"]})
-    manifest["empty_blocks"], manifest["versions"] = old["empty_blocks"], old["versions"]
-    for entry in old["shards"]:
-        path = args.out / entry["file"]
-        if not path.exists() or path.stat().st_size != entry["bytes"] or args.verify and sha256_file(path) != entry["sha256"]:
-            say(f"{path} is missing or damaged, it is made again")
-            continue
-        manifest["shards"].append(entry)
+def ids_of(batch):
+    return [sample["input_ids"].tolist() for sample in batch]
 
 
-def check_space(args, conversations, missing, block_lines, row_bytes):
-    need = sum(c["bound"] for c in conversations if c["line"] // block_lines in missing) * row_bytes
-    place = next(folder for folder in (args.out.absolute(), *args.out.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(place).free
+def ahead(function, values):
+    """function(value) of each value, in order; the next one is computed by a thread meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = None
+        for value in values:
+            coming, done = pool.submit(function, value), coming
+            if done:
+                yield done.result()
+        if coming:
+            yield coming.result()
+
+
+def pack(backend, batch, states, args, skipped):
+    """The samples with what is stored of their states, a list of (aux [T, 3H], last [T, H]), on the CPU.
+
+    Samples with states that are not finite are named, counted in `skipped` and left out. Raises UserError when --store overflows.
+    """
+    aux, last = zip(*states, strict=True)
+    states = {"aux_hidden_states": torch.cat(aux), "last_hidden_state": torch.cat(last)}  # [N, 3H], [N, H]: rows of all samples
+    lengths = [len(sample["input_ids"]) for sample in batch]
+    names = [f"line {sample['sample_id'] + 1}, turn {sample['turn_id']}" for sample in batch]
+    finite = per_sample(states, lengths)
+    mask = torch.cat([sample["loss_mask"] for sample in batch])
+    teach = mask[1:].nonzero()[:, 0]  # rows whose next token is supervised; no sample's first one ever is
+    chosen, ids, logprobs = choices(backend.target, backend.lm_head, states["last_hidden_state"], teach.to(backend.device), args.candidates)
+    made = {"target_argmax": chosen.int()}
+    if args.candidates:
+        taught = [int(sample["loss_mask"].sum()) for sample in batch]
+        made |= {"teacher_ids": ids.int(), "teacher_logprobs": logprobs.bfloat16()}
+        del states["last_hidden_state"]
+    for key, state in states.items():
+        made[key], scale = store_states(state, state.shape[1] // backend.target.hidden_size, STORE[args.store])
+        if scale is not None:
+            made[SCALES[key]] = scale
+        elif args.store == "fp16":
+            for name, good, fits in zip(names, finite, per_sample({key: made[key]}, lengths), strict=True):
+                if good and not fits:
+                    raise UserError(f"{name}: a state of {state.nan_to_num(0, 0, 0).abs().max():.0f} does not fit into --store fp16; take "
+                                    f"bf16")
+    made = {name: value.to("cpu").split(taught if name in TEACHER else lengths) for name, value in made.items()}
+    kept = []
+    for n, sample in enumerate(batch):
+        if not finite[n]:
+            hint = "; float16 overflows in this target, --dtype bfloat16 does not" if backend.dtype == torch.float16 else ""
+            say(f"{names[n]}: states that are not finite, skipped{hint}")
+            skipped["non-finite states"] += 1
+            continue
+        if args.candidates:
+            sample["teacher_rows"] = sample["loss_mask"][1:].nonzero()[:, 0]
+        kept.append({**sample, **{name: value[n] for name, value in made.items()}})
+    return kept
+
+
+def per_sample(states, lengths):
+    """Whether all of each sample's states are finite, a list of bools."""
+    rows = torch.stack([state.isfinite().all(1) for state in states.values()]).all(0).cpu()  # [N]
+    return [bool(part.all()) for part in rows.split(lengths)]
+
+
+def expect(backend, conversations, renderer, sampling, args, processes):
+    """Say how long `conversations` will take, at most where answers are written, by a short trial with some of them. Returns hours."""
+    some, room = [], args.max_batch_tokens // 4
+    for conversation in conversations[:: max(1, len(conversations) // args.generate_rows)][: args.generate_rows]:
+        ids = conversation.get("input_ids") or renderer.prompt_ids(first_question(conversation), conversation["tools"])
+        if some and len(ids) > room:
+            break
+        room -= len(ids)
+        some.append(sample_of(conversation, ids, conversation.get("loss_mask") or [0] + [1] * (len(ids) - 1)))
+    seconds, spent = 0.0, time.monotonic()
+    if sampling:
+        prompts, trial = [sample["input_ids"].tolist() for sample in some], {}
+        for limit in (1, 9):  # the first token takes the prompt's forward pass besides
+            start = time.monotonic()
+            answers = backend.answer(prompts, [limit] * len(prompts), sampling, [0] * len(prompts))
+            trial[limit] = time.monotonic() - start, sum(map(len, answers))
+        (first, _), (both, count) = trial[1], trial[9]
+        count -= len(some)
+        token = (both - first) / count if count else 0.0
+        answers = sum(c["samples"] for c in conversations)
+        seconds = answers * first / len(some) + answers * args.max_new_tokens * max(token, 0.0)
+    start = time.monotonic()
+    pack(backend, some, backend.states(ids_of(some)), args, Counter())
+    rate = sum(len(sample["input_ids"]) for sample in some) / (time.monotonic() - start)
+    seconds = (seconds + sum(c["bound"] for c in conversations) / rate) / processes
+    words = f"{seconds / 3600:.1f} hours" if seconds > 5400 else f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} s"
+    writes = f" and {1 / token:.0f} tokens/s of answers" if sampling and token > 0 else ""
+    say(f"this will take {'at most ' if sampling else ''}about {words} ({rate:.0f} tokens/s of states{writes} in a trial of {len(some)} "
+        f"samples, {time.monotonic() - spent:.1f} s{f'; {processes} processes' if processes > 1 else ''})")
+    return seconds / 3600
+
+
+def free_space(out):
+    place = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    return shutil.disk_usage(place).free
+
+
+def check_space(args, need):
+    free = free_space(args.out)
     if need <= free:
         return
     if not args.regenerate:
         raise UserError(f"the shards need {human_bytes(need)} and the disk of {args.out} has {human_bytes(free)} free; give fewer rows "
                         f"(--limit), a smaller --max-length, or another disk")
     say(f"warning: the shards need at most {human_bytes(need)} and the disk of {args.out} has {human_bytes(free)} free")
-
-
-def sum_up(manifest):
-    entries = manifest["shards"] + manifest["empty_blocks"]
-    total = {key: sum(entry.get(name, 0) for entry in entries) for key, name in (
-        ("read", "read"), ("samples", "samples"), ("tokens", "rows"), ("supervised_tokens", "supervised_tokens"),
-        ("heldout_samples", "heldout_samples"))}
-    total["skipped"] = dict(sum((Counter(entry["skipped"]) for entry in entries), Counter()))
-    return total
-
-
-def save(manifest, out):
-    manifest["done"] = sum_up(manifest)
-    write_json(out / MANIFEST, manifest)
-
-
-def short(value):
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text[:100]
 
 
 if __name__ == "__main__":

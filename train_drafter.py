@@ -41,7 +41,7 @@ from common.files import check_output_folder, read_json, sha256_file, write_json
 from common.shards import Shards, check_shards
 from common.start import covered_share, decide_vocabulary, named_map, probe, start_from_checkpoint, start_from_scratch
 from common.target import open_target
-from common.training import Teacher, TrainStep, simulated
+from common.training import CompactTeacher, Teacher, TrainStep, simulated
 from common.ttt import make_batch
 from common.vocab import map_sha256, rows_to_d2t
 
@@ -110,6 +110,8 @@ def parse_args():
     add("--log-with", choices=["tensorboard", "wandb", "trackio", "all"], help="also log to this tracker; metrics.jsonl is always written")
     add("--plot", type=Path, metavar="PNG", help="at the end, also plot losses, held-out accept length and acceptance, and learning rate; "
         "default no. A PNG that is there is replaced")
+    add("--verify", action="store_true", help="first check the sha256 of every shard, which reads all of them; default off: sizes, headers "
+        "and shapes are always checked")
     add("--dry-run", action="store_true", help="print what would be trained and what it costs, and stop")
     add("--revision", metavar="NAME", help="hub revision of --target; default its main one")
     add("--trust-remote-code", action="store_true", help="allow code that comes with the target's config; default off")
@@ -134,8 +136,8 @@ def main():
         check_plot(args.plot, args.out)
     out = Path(args.out)
     check_output_folder(out, "run.json")
-    shards = Shards(args.shards)
-    evaluation = Shards(args.eval_shards) if args.eval_shards else shards
+    shards = Shards(args.shards, args.verify)
+    evaluation = Shards(args.eval_shards, args.verify) if args.eval_shards else shards
     target = open_target(args.target, args.revision, args.trust_remote_code)
     head, embedding = target.lm_head(), target.embedding()
     facts = target.facts(head, embedding)
@@ -143,6 +145,10 @@ def main():
     warnings = check_shards(shards, target, facts, layers, args.force)
     if evaluation is not shards:
         warnings += check_shards(evaluation, target, facts, layers, args.force)
+
+    compact = "teacher_ids" in shards.manifest["stored"]
+    if compact != ("teacher_ids" in evaluation.manifest["stored"]):
+        raise UserError(f"{args.shards} and {args.eval_shards} hold different teachers, states and compact ones; extract both alike")
 
     draft_vocab = decide_vocabulary(args.draft_vocab, target.vocab_size)
     if args.init == "checkpoint":
@@ -171,7 +177,7 @@ def main():
     accelerator = Accelerator(mixed_precision=args.mixed_precision, log_with=args.log_with, project_dir=str(out), dynamo_backend="no")
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UserError(f"mixed precision {accelerator.mixed_precision} is not supported: float16 gradients overflow here; take bf16 or no")
-    may_change = ("out", "resume", "dry_run", "log_with", "keep", "save_every", "plot", "gradient_checkpointing")
+    may_change = ("out", "resume", "dry_run", "verify", "log_with", "keep", "save_every", "plot", "gradient_checkpointing")
     by_content = ("target", "shards", "eval_shards", "vocab_map", "checkpoint", "remap_vocab")
     settings = finite({
         **{key: value for key, value in vars(args).items() if key not in may_change + by_content},
@@ -216,7 +222,10 @@ def main():
     device = accelerator.device
     compute = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
     embedding = embedding.to(device)
-    teacher = Teacher(head, map_rows, target.logit_softcap, target.logit_scale, device, compute, whole=args.loss != "kl")
+    if compact:
+        teacher = CompactTeacher(target.vocab_size, map_rows, device, compute)
+    else:
+        teacher = Teacher(head, map_rows, target.logit_softcap, target.logit_scale, device, compute, whole=args.loss != "kl")
     if map_rows is not None:
         map_rows = map_rows.to(device)
     drafter.to(device)

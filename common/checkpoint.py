@@ -3,7 +3,6 @@
 A checkpoint is checkpoints/step-NNNNNN: the drafter as it is served, and in state/ what training needs beside it.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.cli import RANK, UserError, say
-from common.files import read_json, replace_file, replace_folder, write_json
+from common.files import lock_folder, read_json, replace_file, replace_folder, write_json
 
 FILES = ("config.json", "model.safetensors", "state/weights.safetensors", "state/optimizer.safetensors", "state/progress.json")
 STEP = re.compile(r"step-\d{6,}")
@@ -41,11 +40,7 @@ def check_run(out, settings, resume):
 
 def lock_run(out):
     """An open file that only one process can hold; with it, what a killed run left half-written is removed."""
-    lock = open(out / ".lock", "w")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"--out {out} is being trained by another process; wait for it, or give another folder") from None
+    lock = lock_folder(out, "trained")
     for stray in [*out.iterdir(), *(out / "checkpoints").glob("*")]:
         if TEMPORARY.fullmatch(stray.name):
             shutil.rmtree(stray) if stray.is_dir() else stray.unlink()

@@ -1,6 +1,7 @@
 """Command-line habits: errors for people, talk on stderr, one line of JSON on stdout."""
 
 import argparse
+import errno
 import json
 import logging
 import math
@@ -64,6 +65,10 @@ def run(main, interrupted="the same command goes on from what is on disk"):
         _leave(error, 1 if isinstance(error, Failed) else 2)
     except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
         _leave(f"{error.filename}: {error.strerror}; give a path that can be read and written", 2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _leave(f"the disk is full: no room for {error.filename or 'more'}; make some; {interrupted}", 1)
     except KeyboardInterrupt:
         say(f"interrupted; {interrupted}")
         sys.exit(130)

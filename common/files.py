@@ -1,5 +1,7 @@
 """Files that are whole or not there: temporary name in the same folder, fsync, rename. And hashes."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +21,12 @@ def replace_file(path, write):
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        write(temporary)
+        try:
+            write(temporary)
+        except Exception as error:  # safetensors has a kind of its own for what the system says
+            if os.strerror(errno.ENOSPC) not in str(error):
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
         os.chmod(temporary, 0o666 & ~UMASK)  # safetensors leaves files that only their owner can read
         _sync(temporary)
         os.replace(temporary, path)
@@ -104,6 +111,17 @@ def check_output_folder(path, marker):
         found = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock" and not TEMPORARY.match(entry.name))
         if found:
             raise UserError(f"--out {path} holds something else ({found[0]}), or has lost its {marker}; give a folder that is new or empty")
+
+
+def lock_folder(out, use, shared=False):
+    """An open file in `out` that only one process can hold, or several that share it. `use`: what they do with the folder."""
+    lock = open(out / ".lock", "a+")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise UserError(f"--out {out} is being {use} by another process; wait for it, or give another folder") from None
+    return lock
 
 
 def _sync(path):

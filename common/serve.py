@@ -98,7 +98,7 @@ def _wait(process, url, log, patience):
     else:
         raise UserError(f"SGLang does not serve after {patience} s; see {log}")
     try:
-        _generate(url, {"input_ids": [1], "sampling_params": {"temperature": 0, "max_new_tokens": 1}})
+        generate(url, {"input_ids": [1], "sampling_params": {"temperature": 0, "max_new_tokens": 1}})
     except UserError as error:
         raise UserError(f"{error}; {_last_words(log)}; all that SGLang printed is in {log}") from None
 
@@ -135,12 +135,7 @@ def server_settings(url, drafter_expected):
     Raises UserError where nothing or something else answers, and where a drafter is missing, is not run as EAGLE-3, or is not
     expected.
     """
-    status, text = _ask(url, "/server_info")
-    if status == 404:  # before SGLang 0.5.3
-        status, text = _ask(url, "/get_server_info")
-    info = _parse(text)
-    if status != 200 or not isinstance(info, dict) or "speculative_algorithm" not in info:
-        raise UserError(f"{url} is no SGLang server (status {status}, {text[:80]!r}); give the address that sglang.launch_server prints")
+    info = server_info(url)
     algorithm, drafter = info["speculative_algorithm"], info.get("speculative_draft_model_path")
     wanted = "start it with --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER"
     if drafter_expected and algorithm is None:
@@ -152,8 +147,8 @@ def server_settings(url, drafter_expected):
     if not drafter_expected and algorithm is not None:
         raise UserError(f"{url} is to decode plainly, and runs --speculative-algorithm {algorithm}; start it without the --speculative "
                         f"arguments")
-    # SGLang asks for room for a last verification, else keeps two positions; a small KV pool says so in max_req_input_len only
-    context = min((info[key] + more for key, more in (("context_length", 0), ("max_req_input_len", 6)) if info.get(key)), default=None)
+    context = context_length(info)
+    # SGLang asks for room for a last verification, else keeps two positions
     return {
         "version": info.get("version"), "model": info.get("model_path"), "dtype": info.get("dtype"), "device": info.get("device"),
         "algorithm": algorithm, "steps": info.get("speculative_num_steps"), "topk": info.get("speculative_eagle_topk"),
@@ -161,6 +156,22 @@ def server_settings(url, drafter_expected):
         "max_running_requests": info.get("max_running_requests"), "context_length": context,
         "room": context and context - max(info.get("speculative_num_draft_tokens") or 0, 2),
     }
+
+
+def server_info(url):
+    """All that the server at `url` says of itself. Raises UserError where nothing or something else answers."""
+    status, text = _ask(url, "/server_info")
+    if status == 404:  # before SGLang 0.5.3
+        status, text = _ask(url, "/get_server_info")
+    info = _parse(text)
+    if status != 200 or not isinstance(info, dict) or "speculative_algorithm" not in info:
+        raise UserError(f"{url} is no SGLang server (status {status}, {text[:80]!r}); give the address that sglang.launch_server prints")
+    return info
+
+
+def context_length(info):
+    """Tokens of a prompt and its answer together, None where SGLang's `info` states none; of a small KV pool max_req_input_len tells."""
+    return min((info[key] + more for key, more in (("context_length", 0), ("max_req_input_len", 6)) if info.get(key)), default=None)
 
 
 def answer(url, prompts, limit, eos_ids, concurrency, sampling, steps=None):
@@ -176,18 +187,18 @@ def answer(url, prompts, limit, eos_ids, concurrency, sampling, steps=None):
     pool = ThreadPoolExecutor(concurrency)
     try:
         start = time.perf_counter()
-        replies = list(pool.map(lambda ids: _generate(url, {"input_ids": ids, **body}), prompts))
+        replies = list(pool.map(lambda ids: generate(url, {"input_ids": ids, **body}), prompts))
         seconds = time.perf_counter() - start
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     try:
-        return Group([_read(reply, url, limit, eos_ids, steps) for reply in replies], seconds, [], [])
+        return Group([read_answer(reply, url, limit, eos_ids, steps) for reply in replies], seconds, [], [])
     except (TypeError, AttributeError) as error:
         raise UserError(f"{url}/generate sent a reply of another form ({error}); use SGLang 0.5.23 or later") from None
 
 
-def _read(reply, url, limit, eos_ids, steps):
-    """The Answer in one reply of /generate."""
+def read_answer(reply, url, limit, eos_ids, steps=None):
+    """The Answer in one reply of SGLang to a request."""
     ids, facts = reply.get("output_ids"), reply.get("meta_info", {})
     reason = facts.get("finish_reason") or {}
     if not ids or reason.get("type") not in ("stop", "length"):
@@ -225,7 +236,7 @@ def count_verifications(facts, count, steps, url):
     return accepted, reached
 
 
-def _generate(url, body):
+def generate(url, body):
     """What /generate answers to one request: {output_ids, meta_info, ...}."""
     value = _parse(_require(url, "/generate", body, LONGEST_ANSWER))
     if not isinstance(value, dict):

@@ -11,12 +11,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common.cli import UserError
+from common.cli import UserError, say
 from common.files import read_json, replace_file, sha256_file, sha256_json
 from common.target import check_same_target, open_target, stored_template_sha256, tokenizer_sha256
 from common.vocab import count_ids
 
 FORMAT = 1
+STORE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+ROWS = ("input_ids", "loss_mask", "aux_hidden_states", "aux_scale", "last_hidden_state", "last_scale", "target_argmax")
+TEACHER = ("teacher_rows", "teacher_ids", "teacher_logprobs")
+SCALES = {"aux_hidden_states": "aux_scale", "last_hidden_state": "last_scale"}
 MANIFEST = "manifest.json"
 REQUIRED = {"target": dict, "layers": list, "shards": list, "planned": dict, "complete": bool, "tokenizer_sha256": str, "data_sha256": str,
             "special_ids": dict, "empty_blocks": list, "block_lines": int, "template_kwargs": dict,
@@ -47,15 +51,19 @@ def shard_name(block):
 def write_shard(folder, block, samples):
     """Write one shard from a list of samples and return its manifest entry, None for no samples.
 
-    A sample is a dict: input_ids int32 [T], loss_mask uint8 [T], aux_hidden_states [T, 3H], last_hidden_state [T, H],
-    target_argmax int32 [T], and the numbers sample_id, turn_id, source_id, heldout.
+    A sample is a dict of the tensors of ROWS that are stored, each [T, ...], perhaps of those of TEACHER, whose teacher_rows count
+    from the sample's first row, and of the numbers sample_id, turn_id, source_id, heldout. The tensors are gone from it afterwards.
     """
     if not samples:
         return None
     lengths = [len(sample["input_ids"]) for sample in samples]
-    tensors = {name: torch.cat([sample[name] for sample in samples])
-               for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_state", "target_argmax")}
-    tensors["cu_seqlens"] = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64)
+    bounds = [0, *np.cumsum(lengths).tolist()]
+    if "teacher_rows" in samples[0]:
+        for sample, start in zip(samples, bounds, strict=False):
+            sample["teacher_rows"] = sample["teacher_rows"] + start
+    # taken out of the samples one by one, so that no second copy of all of them is in memory
+    tensors = {name: torch.cat([sample.pop(name) for sample in samples]) for name in (*ROWS, *TEACHER) if name in samples[0]}
+    tensors["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int64)
     for name, key, dtype in (("sample_ids", "sample_id", torch.int64), ("turn_ids", "turn_id", torch.int64),
                              ("source_ids", "source_id", torch.int32), ("heldout", "heldout", torch.uint8)):
         tensors[name] = torch.tensor([sample[key] for sample in samples], dtype=dtype)
@@ -67,6 +75,32 @@ def write_shard(folder, block, samples):
     }
 
 
+def stored_tensors(teacher):
+    """Names of what a sample holds beside its ids and mask, with --teacher states or compact."""
+    return ["aux_hidden_states", *(["last_hidden_state"] if teacher == "states" else TEACHER[1:]), "target_argmax"]
+
+
+def bytes_per_token(hidden, store, candidates=0, supervised=1.0):
+    """Bytes of a stored token: states, id, mask, choice; of the compact teacher also its candidates in a share `supervised` of the rows."""
+    states = 3 if candidates else 4
+    scales = 4 * states if store == "fp8" else 0
+    teacher = (8 + 6 * candidates) * supervised if candidates else 0
+    return states * hidden * STORE[store].itemsize + scales + 9 + teacher
+
+
+def store_states(states, parts, dtype):
+    """(stored [T, parts * H], scale float32 [T, parts] or None) of states [T, parts * H]: float8 with a scale for each part of a row.
+
+    value = stored * scale, scale = amax / 448, float8_e4m3fn's largest number; 1 for a row of zeros.
+    """
+    if dtype != torch.float8_e4m3fn:
+        return states.to(dtype), None
+    split = states.float().unflatten(1, (parts, -1))
+    scale = split.abs().amax(2) / 448  # [T, parts]
+    scale = torch.where(scale > 0, scale, 1)
+    return (split / scale[:, :, None]).flatten(1).to(dtype), scale
+
+
 class Shards:
     """A finished folder of shards: the manifest, an index of all samples, and their tensors read on demand.
 
@@ -74,7 +108,8 @@ class Shards:
     supervised tokens that a drafter can predict (the first two of a sample it never does).
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, verify=False):
+        """verify: check every file's hash, too, which reads all of them."""
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise UserError(f"{folder} is no folder of shards; extract_hidden_states.py makes one")
@@ -84,17 +119,22 @@ class Shards:
         if not self.manifest["complete"]:
             raise UserError(f"{folder} is not finished ({len(self.manifest['shards'])} of {self.manifest['planned']['blocks']} blocks); "
                             f"give the extraction's command again and it goes on")
-        self.files = []
+        self.files, self.teacher_rows = [], []
         parts = []
         for number, entry in enumerate(self.manifest["shards"]):
-            file = self._open(entry)
+            file = self._open(entry, verify)
             self.files.append(file)
+            if "teacher_ids" in self.manifest.get("stored", ()):
+                self.teacher_rows.append(file.get_tensor("teacher_rows").numpy())
             bounds = file.get_tensor("cu_seqlens").numpy()
             mask = np.concatenate([[0], np.cumsum(file.get_tensor("loss_mask").numpy(), dtype=np.int64)])
             parts.append(np.stack([
                 np.full(len(bounds) - 1, number), bounds[:-1], np.diff(bounds), file.get_tensor("heldout").numpy(),
                 file.get_tensor("source_ids").numpy(), mask[bounds[1:]] - mask[np.minimum(bounds[:-1] + 2, bounds[1:])],
             ], axis=1).astype(np.int64))
+        listed = {entry["file"] for entry in self.manifest["shards"]}
+        if foreign := sorted(file.name for file in self.folder.glob("shard-*.safetensors") if file.name not in listed):
+            say(f"{self.folder / foreign[0]} is not listed in the manifest and is not read ({len(foreign)} such files)")
         self.index = np.concatenate(parts) if parts else np.zeros((0, 6), dtype=np.int64)
         if not len(self.index):
             raise UserError(f"{folder} holds no samples")
@@ -102,17 +142,28 @@ class Shards:
             raise UserError(f"{folder} holds samples of source {self.index[:, 4].max()}, its {MANIFEST} names "
                             f"{len(self.manifest['sources'])}; it was changed after it was written: extract again")
 
-    def _open(self, entry):
+    def _open(self, entry, verify):
         path = self.folder / entry["file"]
         if not path.exists():
             raise UserError(f"{path} is listed in the manifest and missing; extract again or restore it")
         size = path.stat().st_size
         if size != entry["bytes"]:
             raise UserError(f"{path} has {size} bytes, the manifest says {entry['bytes']}; restore it or extract it again")
+        if verify and (found := sha256_file(path)) != entry["sha256"]:
+            raise UserError(f"{path} has hash {found}, the manifest says {entry['sha256']}: it is damaged; the extraction's command with "
+                            f"--verify makes it again")
         try:
-            return safe_open(path, framework="pt")
+            file = safe_open(path, framework="pt")
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors raises its own kinds for a broken header
             raise UserError(f"{path} cannot be read as safetensors ({str(error)[:200]}); extract it again") from None
+        wanted = {"input_ids": [entry["rows"]], "aux_hidden_states": [entry["rows"], 3 * self.manifest["target"]["hidden_size"]],
+                  "cu_seqlens": [entry["samples"] + 1]}
+        for name in (*wanted, "loss_mask", "heldout", "source_ids", *self.manifest["stored"]):
+            if name not in shapes or shapes[name] != wanted.get(name, shapes[name]):
+                raise UserError(f"{path} holds {name} of shape {shapes.get(name)}, the manifest says {wanted.get(name, 'it is there')}; it "
+                                f"is of another extraction: restore it or extract it again")
+        return file
 
     @property
     def sha256(self):
@@ -124,28 +175,44 @@ class Shards:
         """bool [S]: samples set aside at extraction."""
         return self.index[:, 3].astype(bool)
 
-    def sample(self, number, names=("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_state", "target_argmax")):
-        """dict of the named tensors of sample `number`, each [T, ...] in its stored dtype.
+    def sample(self, number, names=None):
+        """dict of the named tensors of sample `number`, default all that are stored: each [T, ...] in its stored dtype.
 
+        float8 states come as bfloat16, with their scale. teacher_ids, int32 [T, C], is -1 in rows that have no teacher.
         Raises UserError for ids that the target does not have, and for states that are not finite where they are used: of the
         lm_head's input only the rows that predict a supervised token.
         """
+        names = names or ("input_ids", "loss_mask", *self.manifest["stored"])
         shard, first, length = (int(value) for value in self.index[number, :3])
         file = self.files[shard]
-        tensors = {name: file.get_slice(name)[first : first + length] for name in names}
+        rows = slice(first, first + length)
+        tensors = {name: file.get_slice(name)[rows] for name in names if name not in TEACHER}
+        for name in SCALES.keys() & tensors.keys():
+            if tensors[name].dtype == torch.float8_e4m3fn:
+                scale = file.get_slice(SCALES[name])[rows]  # [T, parts]
+                tensors[name] = (tensors[name].float().unflatten(1, (scale.shape[1], -1)) * scale[:, :, None]).flatten(1).bfloat16()
+        if "teacher_ids" in names:
+            at = self.teacher_rows[shard]
+            low, high = np.searchsorted(at, [first, first + length])
+            own = torch.from_numpy(at[low:high] - first)
+            for name, empty in (("teacher_ids", -1), ("teacher_logprobs", -torch.inf)):
+                found = file.get_slice(name)[low:high]
+                tensors[name] = found.new_full((length, found.shape[1]), empty).index_copy_(0, own, found)
         where = f"{self.folder / self.manifest['shards'][shard]['file']}, rows {first}..{first + length - 1} (sample {number})"
         size = self.manifest["target"]["vocab_size"]
-        for name in {"input_ids", "target_argmax"} & tensors.keys():
+        for name in {"input_ids", "target_argmax", "teacher_ids"} & tensors.keys():
             low, high = tensors[name].aminmax()
-            if low < 0 or high >= size:
+            if low < -(name == "teacher_ids") or high >= size:
                 raise UserError(f"{where}: {name} holds {int(low if low < 0 else high)}, the target's ids are 0..{size - 1}; "
                                 f"extract it again")
-        for name in {"aux_hidden_states", "last_hidden_state"} & tensors.keys():
+        for name in SCALES.keys() & tensors.keys():
             used = tensors[name]
             if name == "last_hidden_state" and "loss_mask" in tensors:
                 used = used[:-1][tensors["loss_mask"][1:] == 1]
             if not used.isfinite().all():
                 raise UserError(f"{where}: {name} holds NaN or infinity; extract it again")
+        if "teacher_logprobs" in tensors and tensors["teacher_logprobs"].isnan().any():
+            raise UserError(f"{where}: teacher_logprobs holds NaN; extract it again")
         return tensors
 
     def supervised(self):

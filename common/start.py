@@ -240,7 +240,7 @@ def train_fresh(args, target, embedding, teacher, rows, shards, samples):
     """(A drafter that starts from scratch and learns the first depth for a few quick steps, how many): a yardstick, not a training."""
     torch.manual_seed(args.seed)
     device = embedding.device
-    drafter = Drafter(drafter_config(target, len(teacher.weight), shards.manifest["layers"]))
+    drafter = Drafter(drafter_config(target, teacher.buffer.columns, shards.manifest["layers"]))
     start_from_scratch(drafter, target, target.lm_head(), None if rows is None else rows.cpu(), "target")
     drafter.lm_head.weight.requires_grad_(False)  # it starts as the target's rows, and would cost as much as all the rest
     step = TrainStep(drafter.to(device), embedding, teacher, 1, 1.0)

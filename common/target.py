@@ -219,6 +219,31 @@ def process_logits(logits, softcap, scale):
     return logits
 
 
+@torch.inference_mode()
+def choices(target, lm_head, last, rows=None, candidates=0, chunk=2048):
+    """(int64 [N] the target's greedy choice for lm_head inputs [N, H]; of `rows`, int64 [M] ascending, the likeliest tokens
+    int64 [M, C] and their log-probabilities float32 [M, C]), without a [N, V] float32 tensor.
+
+    lm_head: a function of [n, H] to [n, V]. Scale and soft cap keep the order, unless the scale is negative, which no model has. The
+    choice is among the candidates.
+    """
+    chosen, ids, logprobs = [], [], []
+    for start in range(0, len(last), chunk):
+        logits = lm_head(last[start : start + chunk])
+        chosen.append(logits.max(-1).indices)  # of bfloat16 max is faster than argmax
+        own = rows[(rows >= start) & (rows < start + chunk)] - start if candidates else last.new_zeros(0)
+        for part in own.split(256) if len(own) else ():
+            # of log_softmax, which is several times as fast as logsumexp on a CPU
+            exact = process_logits(logits[part].float(), target.logit_softcap, target.logit_scale).log_softmax(-1)  # [m, V]
+            best, order = exact.topk(candidates, -1)
+            left_out = (order != chosen[-1][part, None]).all(1)  # of equals topk may take others than that which was chosen
+            order[left_out, -1], best[left_out, -1] = chosen[-1][part][left_out], best[left_out, 0]
+            ids.append(order)
+            logprobs.append(best)
+    empty = [last.new_zeros(0, candidates, dtype=torch.int64)]
+    return torch.cat(chosen), torch.cat(ids or empty), torch.cat(logprobs or [part.float() for part in empty])
+
+
 def check_same_target(made_for, target_facts, what, force=False):
     """Refuse `what` (say, "these shards") when its target block differs from this target's. Returns a warning if forced."""
     for key, name in (("tensors_sha256", "lm_head and embedding"), ("text_config_sha256", "text config"), ("vocab_size", "vocabulary"),

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from common.cli import UserError
-from common.target import process_logits
+from common.target import choices, process_logits
 
 
 class SlotLayer(DynamicLayer):
@@ -164,13 +164,9 @@ class TargetModel:
         """The target's own logits, float32 [..., V], of lm_head inputs [..., H]."""
         return process_logits(self.lm_head(last).float(), self.target.logit_softcap, self.target.logit_scale)
 
-    @torch.inference_mode()
-    def argmax(self, last, chunk=2048):
-        """int64 [N]: the target's greedy choice for lm_head inputs [N, H], without a [N, V] float32 tensor.
-
-        Scale and soft cap keep the order, unless the scale is negative, which no model has.
-        """
-        return torch.cat([self.lm_head(part).max(-1).indices for part in last.split(chunk)])  # of bfloat16 max is faster than argmax
+    def argmax(self, last):
+        """int64 [N]: the target's greedy choice for lm_head inputs [N, H]."""
+        return choices(self.target, self.lm_head, last)[0]
 
     def check_logits(self):
         """Refuse a model whose own logits are not lm_head(captured last state), scaled and capped as its config says."""

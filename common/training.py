@@ -13,23 +13,41 @@ PIECE = 256  # rows of logits at a time: full-speed products, and what is done t
 BLOCK = 4 * 1024 * 1024  # elements of the lm_head at a time for its gradient on a CPU, where blocks in the cache are several times as fast
 
 
+class Buffers:
+    """Uninitialised memory by name, the same at every call: fresh pages cost as much as the products written to them."""
+
+    def __init__(self, columns, dtype, device):
+        self.columns, self.dtype, self.device, self.kept = columns, dtype, device, {}
+
+    def __call__(self, name, rows, columns=None):
+        """[rows, columns], by default as many as the draft rows."""
+        if name not in self.kept or len(self.kept[name]) < rows:
+            self.kept[name] = torch.empty(rows, columns or self.columns, dtype=self.dtype, device=self.device)
+        return self.kept[name][:rows]
+
+
+def draft_rows(vocab_size, rows, device):
+    """int64 [V]: the draft row of a target id, -1 outside of the map. rows: int64 [D] target ids, None for the full vocabulary."""
+    if rows is None:
+        return torch.arange(vocab_size, device=device)
+    return torch.full((vocab_size,), -1).index_copy_(0, rows, torch.arange(len(rows))).to(device)
+
+
 class Teacher:
     """The target's distribution over the draft rows: its lm_head rows, and what it does to its logits.
 
     With whole=True also the share of its probability that falls on the draft rows, which needs a product with all other rows.
     """
 
+    reads = ("last_hidden_state",)  # of a batch
+
     def __init__(self, lm_head, rows, logit_softcap, logit_scale, device, dtype, whole=False):
-        self.row_of, self.rest = torch.arange(len(lm_head)), None
-        if rows is not None:
-            self.row_of = torch.full((len(lm_head),), -1).index_copy_(0, rows, torch.arange(len(rows)))
-            if whole:
-                self.rest = lm_head[self.row_of < 0].to(device, dtype)  # [V - D, H]
-            lm_head = lm_head[rows]
-        self.row_of = self.row_of.to(device)  # int64 [V]: draft row of a target id, -1 outside of the map
-        self.weight = lm_head.to(device, dtype)  # [D, H]
+        self.row_of, self.rest = draft_rows(len(lm_head), rows, device), None
+        if rows is not None and whole:
+            self.rest = lm_head[(self.row_of < 0).cpu()].to(device, dtype)  # [V - D, H]
+        self.weight = (lm_head if rows is None else lm_head[rows]).to(device, dtype)  # [D, H]
         self.softcap, self.scale = logit_softcap, logit_scale
-        self.buffers = {}
+        self.buffer = Buffers(len(self.weight), dtype, device)
 
     def logits(self, last, weight, name):
         logits = torch.mm(last.to(weight.dtype), weight.T, out=self.buffer(name, len(last), len(weight)))
@@ -37,9 +55,10 @@ class Teacher:
             logits = process_logits(logits.float(), self.softcap, self.scale).to(weight.dtype)
         return logits
 
-    def probabilities(self, last, likeliest):
+    def probabilities(self, given, likeliest):
         """(p [N, D] in the dtype of the weights: softmax over the draft rows, float32 [N, 1] the draft rows' share of all
-        probability or None without `whole`) for lm_head inputs [N, H] and int64 [N] the draft row of the target's choice."""
+        probability or None without `whole`) for given = (lm_head inputs [N, H],) and int64 [N] the draft row of the target's choice."""
+        last, = given
         logits = self.logits(last, self.weight, "logits")
         p = torch.softmax(logits, -1, out=self.buffer("teacher", len(last)))
         if self.rest is None:
@@ -47,11 +66,24 @@ class Teacher:
         others = self.logits(last, self.rest, "rest").float().logsumexp(-1, keepdim=True)
         return p, torch.sigmoid(log_total(logits, p, likeliest) - others)
 
-    def buffer(self, name, rows, columns=None):
-        """An uninitialised [rows, D] of the weights' dtype, the same memory at every call: fresh pages cost as much as the products."""
-        if name not in self.buffers or len(self.buffers[name]) < rows:
-            self.buffers[name] = self.weight.new_empty(rows, columns or len(self.weight))
-        return self.buffers[name][:rows]
+
+class CompactTeacher:
+    """The same from what is stored of the target's likeliest tokens; the tail is dropped, the rest renormalised."""
+
+    reads = ("teacher_ids", "teacher_logprobs")
+
+    def __init__(self, vocab_size, rows, device, dtype):
+        self.row_of = draft_rows(vocab_size, rows, device)
+        self.buffer = Buffers(vocab_size if rows is None else len(rows), dtype, device)
+
+    def probabilities(self, given, likeliest):
+        """As Teacher's, for given = (ids int32 [N, C], -1 where there is none; log-probabilities [N, C])."""
+        ids, logprobs = given
+        columns = torch.where(ids >= 0, self.row_of[ids.clamp(min=0)], -1)  # [N, C]
+        chances = torch.where(columns >= 0, logprobs.float().exp(), 0)
+        share = chances.sum(1, keepdim=True)
+        p = self.buffer("teacher", len(ids)).zero_().scatter_add_(1, columns.clamp(min=0), (chances / share).to(self.buffer.dtype))
+        return p, share
 
 
 def log_total(logits, softmax, columns):
@@ -91,8 +123,8 @@ class TrainStep(nn.Module):
         weights = [weight * scale for weight in self.depth_weights]
         head = self.drafter.lm_head.weight
         head = head if torch.is_grad_enabled() else head.detach()  # else its gradient would be computed all the same
-        loss, sums = HeadLoss.apply(hidden, head, batch["last_hidden_state"], likeliest, teacher, pairs, weights,
-                                    self.loss)
+        given = tuple(batch[name] for name in teacher.reads)
+        loss, sums = HeadLoss.apply(hidden, head, given, likeliest, teacher, pairs, weights, self.loss)
         return loss, sums, torch.tensor([len(kept) for kept, _ in pairs])
 
 
@@ -114,13 +146,13 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, last, likeliest, teacher, pairs, depth_weights, kind):
-        """hidden [K, R, H], weight [D, H], last [N, H], likeliest int64 [N] draft rows of the target's choices;
-        pairs: K of (int64 [n] into R, int64 [n] teacher rows, ascending).
+    def forward(ctx, hidden, weight, given, likeliest, teacher, pairs, depth_weights, kind):
+        """hidden [K, R, H], weight [D, H], given: tensors [N, ...] that the teacher reads, likeliest int64 [N] draft rows of the
+        target's choices; pairs: K of (int64 [n] into R, int64 [n] teacher rows, ascending).
 
         Returns (the weighted sum of the rows' losses, float32 [K] their unweighted sums).
         """
-        dtype = teacher.weight.dtype
+        dtype = teacher.buffer.dtype
         weight_cast = weight if weight.dtype == dtype else teacher.buffer("lm_head", *weight.shape).copy_(weight)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = None
@@ -130,7 +162,7 @@ class HeadLoss(torch.autograd.Function):
         columns = len(weight) if weight.is_cuda else max(256, BLOCK // weight.shape[1])
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in teacher_rows.split(chunk) if len(teacher_rows) else ():
-                p, share = teacher.probabilities(last[rows], likeliest[rows])  # [c, D], [c, 1] or None
+                p, share = teacher.probabilities([part[rows] for part in given], likeliest[rows])  # [c, D], [c, 1] or None
                 mean_row = p @ weight_cast  # [c, H], so that p . logits is a product of width H
                 inside = [((r >= rows[0]) & (r <= rows[-1])).nonzero()[:, 0] for _, r in pairs]
                 h = torch.cat([hidden[k].index_select(0, pairs[k][0][i]) for k, i in enumerate(inside)]).to(dtype)  # [m, H]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests import tiny
 
+EXACT = ("--store", "bf16", "--teacher", "states")  # shards of which the target's whole distribution can be computed
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -26,7 +27,7 @@ def make_work(folder, conversations, new_tokens, draft_vocab):
     tiny.make_target(folder / "target")
     tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(conversations)])
     call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
-         "--regenerate", "--max-new-tokens", new_tokens, "--dtype", "float32", "--heldout", 0.2)
+         "--regenerate", "--max-new-tokens", new_tokens, "--dtype", "float32", "--heldout", 0.2, *EXACT)
     call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", draft_vocab, "--out", folder / "map")
     return folder
 

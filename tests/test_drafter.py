@@ -11,7 +11,7 @@ from common.drafter import Drafter, check_embedding, drafter_config, layer_ids, 
 from common.target import open_target
 from common.ttt import make_batch, ttt_hidden
 from tests import reference, tiny
-from tests.scripts import call
+from tests.scripts import EXACT, call
 
 TENSORS = {"fc.weight", "norm.weight", "lm_head.weight", *(f"midlayer.{name}.weight" for name in (
     "input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
@@ -87,7 +87,8 @@ def test_drafting_past_the_training_length(tmp_path):
     """Trained on 40 tokens, drafting at position 300 follows the formulas, and serving may go as far as the target."""
     target = tiny.make_target(tmp_path / "target")
     tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(4))
-    call("extract_hidden_states", "--target", target, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "shards", "--max-length", 40)
+    call("extract_hidden_states", "--target", target, "--data", tmp_path / "rows.jsonl",
+         "--out", tmp_path / "shards", "--max-length", 40, *EXACT)
     call("train_drafter", "--shards", tmp_path / "shards", "--target", target, "--out", tmp_path / "out", "--draft-vocab", "full",
          "--ttt-steps", 2, "--max-steps", 1)
     drafter, _ = load_drafter(tmp_path / "out")

@@ -20,7 +20,7 @@ from common.target import default_layers, open_target
 from common.target_model import TargetModel
 from eval_speculative import main
 from tests import tiny
-from tests.scripts import call
+from tests.scripts import EXACT, call
 from tests.test_serve import INFO, Fake, facts
 from tests.tiny import make_drafter
 
@@ -161,7 +161,8 @@ def test_shards_are_simulated_without_a_target_and_asked_as_prompts(folder, tmp_
     target = open_target(folder)
     path = make_drafter(tmp_path / "drafter", target)
     rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(24))
-    call("extract_hidden_states", "--target", folder, "--data", rows, "--out", tmp_path / "shards", "--regenerate", "--temperature", 0,
+    call("extract_hidden_states", *EXACT, "--target", folder, "--data", rows,
+         "--out", tmp_path / "shards", "--regenerate", "--temperature", 0,
          "--max-new-tokens", 24, "--heldout", 0.3, "--dtype", "float32", "--store", "fp16")
     summary, code = run_main(monkeypatch, "--drafter", path, "--shards", tmp_path / "shards", "--steps", 4)
     alone = summary["drafters"][0]

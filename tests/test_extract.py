@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import common.backend
 import extract_hidden_states
-from common.cli import UserError
+from common.cli import Failed, UserError
 from common.decode import decode
 from common.sampling import choose, random_numbers, sampling_settings
 from common.shards import Shards
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 def extract(monkeypatch, **flags):
     """Run main() with flags given as target=..., max_length=..., True for a flag without a value. Returns its summary."""
+    flags = {"store": "bf16", "teacher": "states", **flags}
     words = [f"--{key.replace('_', '-')}" if value is True else f"--{key.replace('_', '-')}={value}" for key, value in flags.items()]
     monkeypatch.setattr(sys, "argv", ["extract_hidden_states.py", *words])
     return extract_hidden_states.main()
@@ -142,7 +144,7 @@ def test_interrupted_and_resumed_equals_one_go(tmp_path, monkeypatch, target, da
     monkeypatch.setattr(extract_hidden_states, "write_shard", write_shard)
     extract(monkeypatch, **flags, out=out)
     assert shard_bytes(out) == once and (out / "shard-00000.safetensors").stat().st_mtime_ns == finished
-    assert sorted(file.name for file in out.iterdir()) == ["manifest.json", *sorted(once)]
+    assert sorted(file.name for file in out.iterdir()) == [".lock", "manifest.json", *sorted(once)]
     one, other = (json.loads((folder / "manifest.json").read_text()) for folder in (tmp_path / "once", out))
     assert one == other
     # a damaged shard is made again, when asked also one of the right size
@@ -152,20 +154,57 @@ def test_interrupted_and_resumed_equals_one_go(tmp_path, monkeypatch, target, da
     assert shard_bytes(out) == once
 
 
+def other_rows(data, change):
+    rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
+    change(rows)
+    return tiny.write_rows(Path(data).with_name(f"{len(list(Path(data).parent.iterdir()))}.jsonl"), rows)
+
+
+def hashes(key):
+    return rf"was begun with {key} [0-9a-f]{{12}}, this command has [0-9a-f]{{12}}"
+
+
 @pytest.mark.parametrize("change, words", [
     ({"max_length": 100}, "max_length 512, this command has 100"),
     ({"layers": "1,2,3"}, r"layers \[2, 4, 5\], this command has \[1, 2, 3\]"),
-    ({"limit": 5}, "data_sha256"),
+    ({"limit": 5}, hashes("data_sha256")),
+    ({"data": lambda rows: rows[3]["messages"][1].update(content="No.")}, hashes("data_sha256")),
+    ({"data": lambda rows: rows.reverse()}, hashes("data_sha256")),
+    ({"target": {"seed": 3}}, r"target tensors_sha256 [0-9a-f]{12}, this command has [0-9a-f]{12}"),
+    ({"target": "rms_norm_eps"}, hashes("target text_config_sha256")),
+    ({"target": {"chat_template": "x" + tiny.CHAT_TEMPLATE}}, hashes("chat_template_sha256")),
+    ({"template_kwargs": '{"a": 1}'}, 'template_kwargs {}, this command has {"a": 1}'),
     ({"system": "Be brief."}, "system null, this command has Be brief"),
     ({"store": "fp16"}, "dtype bfloat16, this command has float16"),
+    ({"store": "fp8"}, "dtype bfloat16, this command has float8_e4m3fn"),
+    ({"dtype": "float32"}, "compute_dtype auto, this command has float32"),
+    ({"teacher": "compact"}, r"stored \[.*last_hidden_state.*\], this command has \[.*teacher_ids.*\]"),
+    ({"heldout": 0.5}, "heldout 0.05, this command has 0.5"),
+    ({"block_lines": 7}, "block_lines 512, this command has 7"),
+    ({"regenerate": True}, "sampling null, this command has {.*max_new_tokens.*}"),
 ])
 def test_other_settings_are_refused_with_both_values(tmp_path, monkeypatch, target, data, change, words):
     flags = dict(target=target, data=data, out=tmp_path / "out")
     extract(monkeypatch, **flags)
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    if "data" in change:
+        change = {"data": other_rows(data, change["data"])}
+    if change.get("target") == "rms_norm_eps":
+        change = {"target": shutil.copytree(target, tmp_path / "target")}
+        config = json.loads((target / "config.json").read_text())
+        (tmp_path / "target" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    elif "target" in change:
+        change = {"target": tiny.make_target(tmp_path / "target", **change["target"])}
     with pytest.raises(UserError, match=words):
         extract(monkeypatch, **{**flags, **change})
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_another_number_of_candidates_is_refused(tmp_path, monkeypatch, target, data):
+    flags = dict(target=target, data=data, out=tmp_path / "out", teacher="compact")
+    extract(monkeypatch, **flags)
+    with pytest.raises(UserError, match="candidates 64, this command has 16"):
+        extract(monkeypatch, **flags, candidates=16)
 
 
 def test_another_template_is_refused_unless_forced(tmp_path, monkeypatch, data):
@@ -304,9 +343,75 @@ def test_dry_run_reads_stdin_says_the_size_and_touches_nothing(tmp_path, monkeyp
     for key in ("samples", "tokens", "supervised_tokens", "skipped", "shards"):
         assert dry[key] == real[key]
     assert dry["bytes"] <= real["bytes"] <= dry["bytes"] + 24 * 40 + 4096  # ids of the samples, and the header
+    assert 0 < dry["hours"] < 1
     most = extract(monkeypatch, target=target, data=data, out=tmp_path / "two", dry_run=True, regenerate=True, max_new_tokens=30)
+    assert most["hours"] > dry["hours"]
     made = extract(monkeypatch, target=target, data=data, out=tmp_path / "two", regenerate=True, max_new_tokens=30)
     assert most["samples"] == made["samples"] and made["tokens"] <= most["tokens"]
+
+
+@pytest.mark.parametrize("store", ["bf16", "fp8"])
+@pytest.mark.parametrize("teacher", ["states", "compact"])
+def test_the_bytes_told_before_are_those_stored(tmp_path, monkeypatch, target, data, store, teacher):
+    flags = dict(target=target, data=data, out=tmp_path / "out", store=store, teacher=teacher, candidates=16)
+    told = extract(monkeypatch, **flags, dry_run=True)
+    made = extract(monkeypatch, **flags)
+    assert abs(told["bytes_per_token"] - made["bytes_per_token"]) < 1e-9
+    assert told["bytes"] <= made["bytes"] <= told["bytes"] + 24 * 40 + 4096  # ids of the samples, and the header
+
+
+def test_the_hours_told_before_grow_with_the_data(tmp_path, monkeypatch, target, capsys):
+    told = {}
+    for count in (20, 400):
+        rows = tiny.write_rows(tmp_path / f"{count}.jsonl", tiny.conversations(count))
+        told[count] = min(extract(monkeypatch, target=target, data=rows, out=tmp_path / "out", dry_run=True)["hours"] for _ in range(3))
+    assert 5 < told[400] / told[20] < 80
+    assert "tokens/s of states in a trial of" in capsys.readouterr().err
+
+
+def test_a_backend_that_is_not_there_is_one_sentence(tmp_path, monkeypatch, target, data):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    with pytest.raises(UserError, match="SGLang cannot be imported here .* --backend hf"):
+        extract(monkeypatch, target=target, data=data, out=tmp_path / "out", backend="sglang")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="--server-url is for --backend sglang"):
+        extract(monkeypatch, target=target, data=data, out=tmp_path / "out", server_url="http://localhost:1")
+
+
+class Shifted:
+    """Stands in for what runs the target: states that say which token they are of."""
+
+    def __init__(self, target, *_):
+        self.target, self.dtype, self.device = target, torch.float32, torch.device("cpu")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def answer(self, prompts, limits, sampling, seeds, report=lambda ids: None):
+        answers = [[5 + seed % 3, 2][:limit] for seed, limit in zip(seeds, limits, strict=True)]
+        for ids in answers:
+            report(ids)
+        return answers
+
+    def states(self, samples):
+        rows = [torch.tensor(sample, dtype=torch.float32)[:, None] for sample in samples]
+        return [(own.expand(-1, 192), own.expand(-1, 64)) for own in rows]
+
+    def lm_head(self, last):
+        return torch.nn.functional.one_hot(last[:, 0].long(), 328).float()
+
+
+def test_another_backend_needs_no_more_than_answers_states_and_an_lm_head(tmp_path, monkeypatch, target, data):
+    monkeypatch.setattr(common.backend, "SGLang", Shifted)
+    extract(monkeypatch, target=target, data=data, out=tmp_path / "out", backend="sglang", regenerate=True, max_batch_tokens=150)
+    shards = Shards(tmp_path / "out")
+    for number in range(len(shards.index)):
+        sample = shards.sample(number)
+        assert torch.equal(sample["target_argmax"], sample["input_ids"]) and sample["input_ids"][-1] == 2
+        assert (sample["aux_hidden_states"].float() - sample["input_ids"][:, None]).abs().max() <= 1  # bfloat16 of up to 327
 
 
 def test_a_full_disk_is_told_before_and_leaves_whole_shards(tmp_path, monkeypatch, target, data):
@@ -317,9 +422,9 @@ def test_a_full_disk_is_told_before_and_leaves_whole_shards(tmp_path, monkeypatc
     assert not (tmp_path / "out").exists()
     out = tmp_path / "out"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100000 if shard_bytes(out) else 1 << 40))
-    with pytest.raises(UserError, match=r"97.7 KiB left and the next shard needs .* the same command again"):
+    with pytest.raises(Failed, match=r"97.7 KiB left and the next shard needs .* the same command again"):
         extract(monkeypatch, target=target, data=data, out=out, block_lines=12)
-    assert sorted(file.name for file in out.iterdir()) == ["manifest.json", "shard-00000.safetensors"]
+    assert sorted(file.name for file in out.iterdir()) == [".lock", "manifest.json", "shard-00000.safetensors"]
     monkeypatch.undo()
     assert extract(monkeypatch, target=target, data=data, out=out, block_lines=12)["samples"] == 24
 

@@ -32,7 +32,7 @@ from common.target import chat_template_sha256, load_tokenizer, open_target, sto
 from common.training import simulated
 from common.verdict import answers_coverage, compare_prediction, read_prediction, simulated_coverage, verdict
 from tests import reference, tiny
-from tests.scripts import call
+from tests.scripts import EXACT, call
 from tests.test_training import EMBEDDING, MAP, drafter_of, sample_of
 
 
@@ -149,7 +149,7 @@ def test_simulated_equals_measured_on_the_targets_own_answers(tmp_path):
     """Greedy answers in float32: the walk over the shards is the very verifications that serving makes, cut ones too."""
     target = tiny.make_target(tmp_path / "target", seed=3)
     rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(6)])
-    call("extract_hidden_states", "--target", target, "--data", rows, "--out", tmp_path / "shards", "--regenerate",
+    call("extract_hidden_states", *EXACT, "--target", target, "--data", rows, "--out", tmp_path / "shards", "--regenerate",
          "--max-new-tokens", 30, "--dtype", "float32", "--heldout", 0)
     call("train_drafter", "--shards", tmp_path / "shards", "--target", target, "--out", tmp_path / "out", "--draft-vocab", "full",
          "--ttt-steps", 3, "--epochs", 25, "--lr", 1e-2, "--batch-tokens", 200)

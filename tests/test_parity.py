@@ -19,7 +19,7 @@ from common.drafter import captured_layers, load_drafter
 from common.target import open_target
 from common.target_model import TargetModel
 from tests import tiny
-from tests.scripts import ROOT, call
+from tests.scripts import EXACT, ROOT, call
 
 PYTHONS = {"sglang": "SGLANG_PYTHON", "vllm": "VLLM_PYTHON"}
 CASES = {  # name: kind of target, draft vocabulary, layers
@@ -68,7 +68,7 @@ def local(tmp_path_factory):
 
 
 def half_trained(work, target, rows, draft_vocab, layers):
-    call("extract_hidden_states", "--target", target, "--data", rows, "--out", work / "shards", "--regenerate", "--layers", layers,
+    call("extract_hidden_states", *EXACT, "--target", target, "--data", rows, "--out", work / "shards", "--regenerate", "--layers", layers,
          "--max-new-tokens", LIMIT, "--dtype", "float32", "--heldout", 0)
     vocab_map = []
     if draft_vocab != "full":

@@ -17,7 +17,7 @@ from common.start import constant_guess, remap, scatter
 from common.target import open_target
 from common.vocab import load_map, save_map
 from tests import tiny
-from tests.scripts import call, shell
+from tests.scripts import EXACT, call, shell
 
 V = 328
 IDLE = (326, 327)  # ids whose lm_head rows are zero in the target: never the likeliest
@@ -32,7 +32,7 @@ def work(tmp_path_factory):
     tensors["lm_head.weight"][list(IDLE)] = 0.0
     save_file(tensors, folder / "target" / "model.safetensors", metadata={"format": "pt"})
     tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(24)])
-    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
+    call("extract_hidden_states", *EXACT, "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
          "--regenerate", "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.2)
     call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", "60,99", "--out", folder / "maps")
     counted, facts = load_map(folder / "maps" / "99")
@@ -299,7 +299,8 @@ def test_a_barely_trained_checkpoint_is_let_pass_with_a_warning(work, tmp_path):
 
 
 def test_without_held_out_samples_a_checkpoint_is_measured_on_some_to_train_on(work, tmp_path, foreign):
-    call("extract_hidden_states", "--target", work / "target", "--data", work / "rows.jsonl", "--out", tmp_path / "shards", "--regenerate",
+    call("extract_hidden_states", *EXACT, "--target", work / "target", "--data", work / "rows.jsonl",
+         "--out", tmp_path / "shards", "--regenerate",
          "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0)
     with pytest.raises(UserError, match="it was made for another model"):
         go_on(work, tmp_path / "out", foreign, "--draft-vocab", "full", "--shards", tmp_path / "shards")

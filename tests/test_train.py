@@ -15,7 +15,7 @@ from common.start import start_from_scratch
 from common.target import open_target
 from common.target_model import TargetModel
 from tests import tiny
-from tests.scripts import call, make_work, shell
+from tests.scripts import EXACT, call, make_work, shell
 
 FAST = ("--ttt-steps", 2, "--lr", 3e-3, "--batch-tokens", 200, "--epochs", 2)
 
@@ -35,7 +35,8 @@ def test_overfitting_one_conversation_accepts_everything(tmp_path):
     target = tiny.make_target(tmp_path / "target", seed=3)  # 26 different tokens, and no near tie among its choices
     prompt = [{"messages": [{"role": "user", "content": "Count the apples of Ann."}]}]
     tiny.write_rows(tmp_path / "rows.jsonl", prompt)
-    call("extract_hidden_states", "--target", target, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "shards", "--regenerate",
+    call("extract_hidden_states", *EXACT, "--target", target, "--data", tmp_path / "rows.jsonl",
+         "--out", tmp_path / "shards", "--regenerate",
          "--max-new-tokens", 41, "--dtype", "float32", "--heldout", 0)
     call("build_vocab_map", "--shards", tmp_path / "shards", "--draft-vocab", 80, "--out", tmp_path / "map")
     for name, choice in (("full", ["full"]), ("reduced", [80, "--vocab-map", tmp_path / "map"])):
@@ -98,7 +99,8 @@ def test_resume_goes_on_bit_for_bit(work, tmp_path):
 
 
 def test_resume_refuses_other_shards_of_the_same_data(work, tmp_path):
-    call("extract_hidden_states", "--target", work / "target", "--data", work / "rows.jsonl", "--out", tmp_path / "shards", "--regenerate",
+    call("extract_hidden_states", *EXACT, "--target", work / "target", "--data", work / "rows.jsonl",
+         "--out", tmp_path / "shards", "--regenerate",
          "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.4)
     train(work, tmp_path / "out", "--draft-vocab", "full", *FAST, "--max-steps", 2)
     with pytest.raises(UserError, match="shards_sha256"):

@@ -20,7 +20,7 @@ from common.drafter import load_drafter
 from common.shards import Shards, write_shard
 from common.target import open_target
 from tests import reference, tiny
-from tests.scripts import ROOT, call, make_work
+from tests.scripts import EXACT, ROOT, call, make_work
 
 COMPARED = ("step", "epoch", "loss", "depth_losses", "lr", "grad_norm", "heldout", "accept_length", "acceptance", "coverage")
 # Clipping would hide a gradient of another scale; Muon rounds products of its own to bfloat16, which hides small differences.
@@ -63,7 +63,7 @@ def read_samples(folder):
 def write_samples(work, name, samples):
     """A finished folder of shards beside work/shards that holds `samples`."""
     (work / name).mkdir()
-    entry = write_shard(work / name, 0, samples)
+    entry = write_shard(work / name, 0, [{**sample} for sample in samples])
     manifest = json.loads((work / "shards" / "manifest.json").read_text())
     (work / name / "manifest.json").write_text(json.dumps({**manifest, "shards": [entry]}))
 
@@ -286,7 +286,8 @@ def test_damaged_samples_are_named(work, tmp_path, tensor, value, words):
 def test_the_trained_head_of_a_tied_target_is_exported(tmp_path, size):
     target = tiny.make_target(tmp_path / "target", "llama_tied")
     tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(6))
-    call("extract_hidden_states", "--target", target, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "shards", "--heldout", 0)
+    call("extract_hidden_states", "--target", target, "--data", tmp_path / "rows.jsonl",
+         "--out", tmp_path / "shards", "--heldout", 0, *EXACT)
     choice = ["--draft-vocab", size or "full"]
     if size:
         call("build_vocab_map", "--shards", tmp_path / "shards", "--draft-vocab", size, "--out", tmp_path / "map")

@@ -159,7 +159,7 @@ def test_soft_cap_and_scale_reach_the_teacher():
     last = torch.randn(5, H)
     teacher = Teacher(LM_HEAD, MAP, 3.0, 0.5, "cpu", torch.float32)
     wanted = (torch.tanh(LM_HEAD[MAP].double() @ last.double().T * 0.5 / 3.0) * 3.0).softmax(0).T
-    p, share = teacher.probabilities(last, torch.zeros(5, dtype=torch.int64))
+    p, share = teacher.probabilities([last], torch.zeros(5, dtype=torch.int64))
     assert share is None and torch.allclose(p.double(), wanted, atol=1e-6)
 
 
@@ -183,7 +183,7 @@ def test_head_loss_matches_autograd(kind, rows):
     weight = torch.randn(size, 4, dtype=torch.float64, requires_grad=True)
     last, likeliest = torch.randn(6, 4), torch.arange(6) % size
     pairs = [(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 4])), (torch.tensor([0, 2]), torch.tensor([2, 5]))]
-    loss, sums = HeadLoss.apply(hidden, weight, last, likeliest, teacher, pairs, [1.0, 0.5], kind)
+    loss, sums = HeadLoss.apply(hidden, weight, (last,), likeliest, teacher, pairs, [1.0, 0.5], kind)
     loss.backward()
     wanted = []
     for own, target_rows in pairs:
@@ -243,5 +243,5 @@ def test_a_full_vocabulary_of_163840_trains_in_bounded_memory(monkeypatch):
     loss, _, counted = TrainStep(drafter, EMBEDDING, teacher, depths, 0.8)(make_batch([sample]), 1 / 46)
     loss.backward()
     assert counted.sum() * size * 4 > 20 * chunk
-    assert sum(buffer.numel() * buffer.element_size() for buffer in teacher.buffers.values()) <= 3 * chunk
+    assert sum(buffer.numel() * buffer.element_size() for buffer in teacher.buffer.kept.values()) <= 3 * chunk
     assert loss.isfinite() and drafter.lm_head.weight.grad.isfinite().all() and drafter.fc.weight.grad.any()
