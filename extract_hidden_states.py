@@ -27,7 +27,7 @@ from common.cli import RANK, Failed, Parser, Progress, UserError, human_bytes, i
 from common.conversations import Skip, count_text, read_rows
 from common.corpus import add_data_arguments, first_question, longest_sample, prepare
 from common.files import check_output_folder, lock_folder
-from common.journal import add, begin, check_same, journals, listed, record, remove_journals, save, sum_up
+from common.journal import add, agree, begin, check_same, follow, journals, listed, record, remove_journals, save, sum_up
 from common.rendering import Renderer, chat_ids
 from common.sampling import end_ids, random_numbers, sampling_settings, stop_ids
 from common.shards import (
@@ -98,6 +98,10 @@ def parse_args():
 def main():
     args = parse_args()
     started = time.monotonic()
+    try:
+        shlex.split(args.server_arguments)
+    except ValueError as error:
+        raise UserError(f"--server-arguments {args.server_arguments} cannot be split into words ({error}); balance its quotes") from None
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and args.data == "-":
         raise UserError(f"--data - can be read by one process, and there are {processes}; give a file")
@@ -162,9 +166,10 @@ def main():
         "template_kwargs": args.template_kwargs, "system": args.system, "sampling": sampling, "max_length": max_length,
         "data_sha256": data_sha256, "block_lines": block_lines, "heldout": args.heldout, "compute_dtype": args.dtype,
         "backend": args.backend, "special_ids": {"eos": end_ids(target, tokenizer), "chat": chat_ids(tokenizer)}, "sources": sources,
+        "batches": {"max_batch_tokens": args.max_batch_tokens, "generate_rows": args.generate_rows},
         "planned": {"lines": lines, "blocks": blocks}, "done": {}, "complete": False, "forced": [],
         "versions": {"python": python_version(), **{name: version(name) for name in ("torch", "transformers", "safetensors")}},
-        "shards": [], "empty_blocks": [],
+        "shards": [], "empty_blocks": [], "run": os.urandom(8).hex(),
     }
     if begun:
         check_same(begun, manifest, args)
@@ -175,6 +180,7 @@ def main():
 
             group = PartialState(timeout=timedelta(days=1))  # what rank 0 looks through below may be large
             device = group.device
+            agree(manifest)
         if begun and RANK == 0:
             held.enter_context(begin(manifest, begun, args))
         if group:
@@ -185,6 +191,8 @@ def main():
         done_before = sum_up(manifest)
         missing = sorted(by_block.keys() - {entry["block"] for entry in listed(manifest)})
         mine = [block for block in missing if block % processes == RANK]
+        if begun:
+            say(f"{blocks - len(missing)} of {blocks} shards are finished")
         check_space(args, sum(c["bound"] for block in missing for c in by_block[block]) * row_bytes)
         if mine:
             backend = held.enter_context(open_backend(args, target, layers, max_length, device))
@@ -193,26 +201,29 @@ def main():
                     held.enter_context(begin(manifest, begun, args))
                 expect(backend, [c for block in missing for c in by_block[block]], renderer, sampling, args, processes)
             else:
-                while not (args.out / MANIFEST).exists():  # rank 0 writes it when its target is loaded
-                    time.sleep(0.1)
+                follow(manifest, args.out)
                 held.enter_context(lock_folder(args.out, "written", shared=True))
             extract(manifest, mine, by_block, skipped, renderer, backend, args)
         if RANK != 0:
             return {}
         spoke = time.monotonic()
-        while left := blocks - len(listed(manifest)):
+        while left := len(by_block.keys() - {entry["block"] for entry in listed(manifest)}):
             if time.monotonic() - spoke > 60:
                 spoke = time.monotonic()
                 say(f"{left} blocks are still being made by other processes")
             time.sleep(0.2)
-            add(manifest, journals(args.out))
+            add(manifest, journals(args.out, blocks, manifest["run"]))
         if not manifest["shards"]:
             raise UserError(f"none of the samples could be kept ({count_text(Counter(sum_up(manifest)['skipped']))}); there is nothing to "
                             f"train on")
         manifest["complete"] = True
+        del manifest["run"]  # only to tell running commands apart
         save(manifest, args.out)
         remove_journals(args.out)
     done, seconds = manifest["done"], time.monotonic() - started
+    if cut := done["answers_cut"]:
+        say(f"{cut} of {done['samples']} answers were cut at --max-new-tokens or --max-length")
+    say(f"{args.out} is complete: {done['samples']} samples, {done['tokens']} tokens")
     row_bytes = bytes_per_token(target.hidden_size, args.store, args.candidates, done["supervised_tokens"] / done["tokens"])
     return {**done, "bytes": sum(entry["bytes"] for entry in manifest["shards"]), "bytes_per_token": row_bytes, "seconds": seconds,
             "tokens_per_second": (done["tokens"] - done_before["tokens"]) / seconds, "shards": len(manifest["shards"]),
@@ -230,13 +241,14 @@ def extract(manifest, mine, by_block, skipped_rows, renderer, backend, args):
             skipped = Counter(reason for line, reason in skipped_rows if line // manifest["block_lines"] == block)
             read = len(part) + skipped.total()
             if args.regenerate:
-                samples = write_answers(backend, renderer, part, manifest["sampling"], manifest["max_length"], skipped, progress)
+                samples, cut = write_answers(backend, renderer, part, manifest["sampling"], manifest["max_length"], skipped, progress)
             else:
+                cut = 0
                 samples = [sample_of(c, c["input_ids"], c["loss_mask"]) for c in part]
             samples = add_states(backend, samples, args, skipped, None if args.regenerate else progress)
             if writing:
                 writing.result()  # no more than two blocks are in memory
-            facts = {"block": block, "read": read, "skipped": dict(skipped)}
+            facts = {"block": block, "read": read, "skipped": dict(skipped), "cut": cut}
             writing = writer.submit(write, manifest, own, samples, facts, args.out)
         writing.result()
     progress.close()
@@ -257,8 +269,9 @@ def sample_of(conversation, ids, mask, turn=0):
 
 
 def write_answers(backend, renderer, conversations, sampling, max_length, skipped, progress):
-    """Samples of the answers that the target writes: turn by turn, each in the context of its own earlier answers."""
-    samples, written, start = [], 0, time.monotonic()
+    """(Samples of the answers that the target writes, turn by turn, each in the context of its own earlier answers; how many were cut
+    by a limit)."""
+    samples, written, cut, start = [], 0, 0, time.monotonic()
 
     def finished(ids):
         nonlocal written
@@ -282,10 +295,11 @@ def write_answers(backend, renderer, conversations, sampling, max_length, skippe
         limits = [min(sampling["max_new_tokens"], max_length - len(prompt)) for prompt in prompts]
         seeds = [int(random_numbers(sampling["seed"], [conversation["line"], turn], 1)[0] * 2**31) for conversation, turn, _ in jobs]
         answers = backend.answer(prompts, limits, sampling, seeds, finished)
+        cut += sum(answer[-1] not in sampling["stop_ids"] for answer in answers)
         for (conversation, turn, prompt), answer in zip(jobs, answers, strict=True):
             samples.append(sample_of(conversation, prompt + answer, [0] * len(prompt) + [1] * len(answer), turn))
             conversation["messages"][conversation["messages"].index(None)] = renderer.message(answer)
-    return samples
+    return samples, cut
 
 
 def add_states(backend, samples, args, skipped, progress):
@@ -394,7 +408,8 @@ def expect(backend, conversations, renderer, sampling, args, processes):
     seconds = (seconds + sum(c["bound"] for c in conversations) / rate) / processes
     words = f"{seconds / 3600:.1f} hours" if seconds > 5400 else f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} s"
     writes = f" and {1 / token:.0f} tokens/s of answers" if sampling and token > 0 else ""
-    say(f"this will take {'at most ' if sampling else ''}about {words} ({rate:.0f} tokens/s of states{writes} in a trial of {len(some)} "
+    bound = f", if all answers take {args.max_new_tokens} tokens" if sampling else ""
+    say(f"this will take about {words}{bound} ({rate:.0f} tokens/s of states{writes} in a trial of {len(some)} "
         f"samples, {time.monotonic() - spent:.1f} s{f'; {processes} processes' if processes > 1 else ''})")
     return seconds / 3600
 

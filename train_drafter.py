@@ -148,7 +148,7 @@ def main():
 
     compact = "teacher_ids" in shards.manifest["stored"]
     if compact != ("teacher_ids" in evaluation.manifest["stored"]):
-        raise UserError(f"{args.shards} and {args.eval_shards} hold different teachers, states and compact ones; extract both alike")
+        raise UserError(f"of {args.shards} and {args.eval_shards} one holds the compact teacher, one the last states; extract both alike")
 
     draft_vocab = decide_vocabulary(args.draft_vocab, target.vocab_size)
     if args.init == "checkpoint":

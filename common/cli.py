@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate launch and torchrun; read before torch starts
 PATIENCE = 10.0  # seconds
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # what is no fault of the program
 
 
 class UserError(Exception):
@@ -66,9 +67,12 @@ def run(main, interrupted="the same command goes on from what is on disk"):
     except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
         _leave(f"{error.filename}: {error.strerror}; give a path that can be read and written", 2)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            _leave(f"{str(error.filename)[:100]}: {error.strerror}; give another path", 2)
+        if error.errno not in DISK:
             raise
-        _leave(f"the disk is full: no room for {error.filename or 'more'}; make some; {interrupted}", 1)
+        full = f"the disk is full: no room for {error.filename or 'more'}; make some"
+        _leave(f"{full if error.errno == errno.ENOSPC else f'{error.filename}: {error.strerror}'}; {interrupted}", 1)
     except KeyboardInterrupt:
         say(f"interrupted; {interrupted}")
         sys.exit(130)

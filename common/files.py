@@ -1,6 +1,5 @@
 """Files that are whole or not there: temporary name in the same folder, fsync, rename. And hashes."""
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -9,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-from common.cli import UserError
+from common.cli import DISK, UserError
 
 TEMPORARY = re.compile(r"\..+\.tmp-\d+$")  # what replace_file and replace_folder leave behind when they are killed
 UMASK = os.umask(0o022)
@@ -24,9 +23,10 @@ def replace_file(path, write):
         try:
             write(temporary)
         except Exception as error:  # safetensors has a kind of its own for what the system says
-            if os.strerror(errno.ENOSPC) not in str(error):
+            code = next((code for code in DISK if os.strerror(code) in str(error)), None)
+            if code is None:
                 raise
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
+            raise OSError(code, os.strerror(code), str(path)) from None
         os.chmod(temporary, 0o666 & ~UMASK)  # safetensors leaves files that only their owner can read
         _sync(temporary)
         os.replace(temporary, path)

@@ -6,13 +6,18 @@ Only rank 0 writes the manifest. Another process lists what it finished in its j
 import fcntl
 import json
 import re
+import time
 from collections import Counter
 
-from common.cli import RANK, UserError, say
-from common.files import TEMPORARY, lock_folder, read_json, sha256_file, write_json
-from common.shards import MANIFEST, read_manifest
+from torch import distributed
 
-FREE = {"done", "complete", "versions", "shards", "empty_blocks", "forced", "format", "target"}  # may differ when a folder is gone on with
+from common.cli import RANK, Failed, UserError, say
+from common.files import TEMPORARY, lock_folder, read_json, sha256_file, sha256_json, write_json
+from common.shards import MANIFEST, read_manifest, shard_name
+
+FLAGS = {"dtype": "--store", "compute_dtype": "--dtype", "stored": "--teacher", "data_sha256": "--data and --limit, with hash"}
+COUNTS = ("rows", "samples", "bytes", "supervised_tokens", "heldout_samples")
+FREE = {"batches", "run", "done", "complete", "versions", "shards", "empty_blocks", "forced", "format", "target"}  # may change later
 STRAY = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # what safetensors makes beside the file it saves
 
 
@@ -22,9 +27,15 @@ def check_same(begun, manifest, args):
              for key in manifest if key not in FREE]
     pairs += [(f"target {key}", begun["target"].get(key), manifest["target"][key], True)
               for key in ("tensors_sha256", "text_config_sha256")]
+    if begun.get("batches") != manifest["batches"]:
+        say(f"{args.out} was begun with batches {short(begun.get('batches'))}, now they are {short(manifest['batches'])}: what is computed "
+            f"from here on is rounded otherwise, and of answers in bfloat16 some may be others")
     for key, before, now, forcible in pairs:
         if before == now:
             continue
+        if isinstance(before, dict) and isinstance(now, dict):  # only what differs
+            before, now = ({name: part[name] for name in part if before.get(name) != now.get(name)} for part in (before, now))
+        key = FLAGS.get(key, key)
         if not (forcible and args.force):
             raise UserError(f"{args.out} was begun with {key} {short(before)}, this command has {short(now)}; give the settings it "
                             f"was begun with, or another --out")
@@ -32,6 +43,24 @@ def check_same(begun, manifest, args):
         say(f"forced: {args.out} was begun with {key} {short(before)}, now it is {short(now)}")
     manifest["forced"] = sorted({*begun.get("forced", []), *manifest["forced"]})
     manifest["versions"] = begun["versions"]
+
+
+def agree(manifest):
+    """All processes of a command: give the manifest the `run` of rank 0. Raises UserError where their settings or data differ."""
+    settings = sha256_json({key: value for key, value in manifest.items() if key not in FREE - {"target"}})
+    everyone = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, (manifest["run"], settings))  # accelerate's gathers nothing on CPUs
+    if len({found for _, found in everyone}) > 1:
+        raise UserError("the processes of this command have different settings, data or targets; give all of them the same")
+    manifest["run"] = everyone[0][0]
+
+
+def follow(manifest, out):
+    """Another rank, while rank 0 loads the target: wait for its manifest. Raises Failed when another command has begun the folder."""
+    while not (out / MANIFEST).exists():
+        time.sleep(0.1)
+    if read_json(out / MANIFEST).get("run") != manifest["run"]:
+        raise Failed(f"another command has begun {out} meanwhile; give this one again when it is done")
 
 
 def begin(manifest, begun, args):
@@ -48,7 +77,12 @@ def begin(manifest, begun, args):
             stray.unlink()
     if begun:
         begun = read_manifest(args.out)  # once more, now that nobody else changes it
-        add(manifest, [entry for entry in listed(begun) + journals(args.out) if whole(entry, args)])
+        blocks = manifest["planned"]["blocks"]
+        entries = [entry for entry in listed(begun) if usable(entry, blocks)]
+        if len({entry["block"] for entry in entries}) < len(listed(begun)):
+            raise UserError(f"{args.out / MANIFEST} lists shards that cannot be this extraction's ({len(listed(begun)) - len(entries)} "
+                            f"entries, or one twice): it was changed after it was written; restore it, or give another --out")
+        add(manifest, [entry for entry in entries + journals(args.out, blocks) if whole(entry, args)])
     fcntl.flock(lock, fcntl.LOCK_SH)
     save(manifest, args.out)
     remove_journals(args.out)
@@ -70,8 +104,31 @@ def listed(manifest):
     return manifest["shards"] + manifest["empty_blocks"]
 
 
-def journals(out):
-    return [entry for path in sorted(out.glob("journal-*.json")) for entry in read_json(path)["finished"]]
+def usable(entry, blocks):
+    """Whether an entry of a manifest or a journal can be of a finished block, of so many."""
+    if not isinstance(entry, dict) or type(entry.get("block")) is not int or not 0 <= entry["block"] < blocks:
+        return False
+    skipped, read = entry.get("skipped"), entry.get("read")
+    if not isinstance(skipped, dict) or any(type(count) is not int for count in [read, *skipped.values()]):
+        return False
+    if "file" not in entry:
+        return sum(skipped.values()) >= read
+    return entry["file"] == shard_name(entry["block"]) and entry.get("samples") != 0 and all(
+        type(entry.get(key)) is int and entry[key] >= 0 for key in COUNTS)
+
+
+def journals(out, blocks, run=None):
+    """The usable entries of all journals, or of those of one `run`; what cannot be read is said, and its blocks are made again."""
+    found = []
+    for path in sorted(out.glob("journal-*.json")):
+        try:
+            journal = read_json(path)
+        except UserError as error:
+            say(f"{error}; what it lists is made again")
+            continue
+        entries = journal.get("finished") if run in (None, journal.get("run")) else []
+        found += [entry for entry in entries if usable(entry, blocks)] if isinstance(entries, list) else []
+    return found
 
 
 def remove_journals(out):
@@ -91,9 +148,9 @@ def record(manifest, entry, own, out):
     """A block is finished. own: the entries of this process since it began."""
     own.append(entry)
     if RANK != 0:
-        write_json(out / f"journal-{RANK}.json", {"finished": own})
+        write_json(out / f"journal-{RANK}.json", {"run": manifest["run"], "finished": own})
         return
-    add(manifest, [entry, *journals(out)])
+    add(manifest, [entry, *journals(out, manifest["planned"]["blocks"], manifest["run"])])
     save(manifest, out)
 
 
@@ -106,7 +163,7 @@ def sum_up(manifest):
     entries = listed(manifest)
     total = {key: sum(entry.get(name, 0) for entry in entries) for key, name in (
         ("read", "read"), ("samples", "samples"), ("tokens", "rows"), ("supervised_tokens", "supervised_tokens"),
-        ("heldout_samples", "heldout_samples"))}
+        ("heldout_samples", "heldout_samples"), ("answers_cut", "cut"))}
     total["skipped"] = dict(sum((Counter(entry["skipped"]) for entry in entries), Counter()))
     return total
 

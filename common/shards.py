@@ -23,7 +23,7 @@ TEACHER = ("teacher_rows", "teacher_ids", "teacher_logprobs")
 SCALES = {"aux_hidden_states": "aux_scale", "last_hidden_state": "last_scale"}
 MANIFEST = "manifest.json"
 REQUIRED = {"target": dict, "layers": list, "shards": list, "planned": dict, "complete": bool, "tokenizer_sha256": str, "data_sha256": str,
-            "special_ids": dict, "empty_blocks": list, "block_lines": int, "template_kwargs": dict,
+            "special_ids": dict, "empty_blocks": list, "stored": list, "block_lines": int, "template_kwargs": dict,
             "sources": list}
 
 
@@ -36,7 +36,9 @@ USABLE = {  # what is asked of an entry beyond its type
     and _all(int, map(target.get, ("vocab_size", "hidden_size", "num_layers"))) and isinstance(target.get("text_config"), dict),
     "layers": lambda layers: _all(int, layers) and len(layers) == 3 and 0 < layers[0] < layers[1] < layers[2],
     "shards": lambda shards: all(isinstance(entry, dict) and _all(str, map(entry.get, ("file", "sha256")))
-                                 and type(entry.get("bytes")) is int for entry in shards),
+                                 and _all(int, map(entry.get, ("bytes", "rows", "samples"))) for entry in shards),
+    "stored": lambda stored: {"aux_hidden_states", "target_argmax"} <= set(map(str, stored)) <= {*ROWS, *TEACHER},
+    "block_lines": lambda lines: type(lines) is int and lines > 0,
     "planned": lambda planned: type(planned.get("blocks")) is int,
     "special_ids": lambda special: isinstance(special.get("eos"), list) and _all(int, special["eos"])
     and isinstance(special.get("chat"), dict) and all(number is None or type(number) is int for number in special["chat"].values()),
@@ -157,12 +159,12 @@ class Shards:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors raises its own kinds for a broken header
             raise UserError(f"{path} cannot be read as safetensors ({str(error)[:200]}); extract it again") from None
-        wanted = {"input_ids": [entry["rows"]], "aux_hidden_states": [entry["rows"], 3 * self.manifest["target"]["hidden_size"]],
-                  "cu_seqlens": [entry["samples"] + 1]}
-        for name in (*wanted, "loss_mask", "heldout", "source_ids", *self.manifest["stored"]):
-            if name not in shapes or shapes[name] != wanted.get(name, shapes[name]):
-                raise UserError(f"{path} holds {name} of shape {shapes.get(name)}, the manifest says {wanted.get(name, 'it is there')}; it "
-                                f"is of another extraction: restore it or extract it again")
+        rows = {"cu_seqlens": entry["samples"] + 1, **dict.fromkeys(("input_ids", "aux_hidden_states"), entry["rows"])}
+        for name in (*rows, "loss_mask", "heldout", "source_ids", *self.manifest["stored"]):
+            found = shapes.get(name, [None])[0]
+            if found is None or found != rows.get(name, found):
+                raise UserError(f"{path} holds {name} of {found or 'no'} rows, the manifest says {rows.get(name, 'it is there')}; it is of "
+                                f"another extraction: restore it or extract it again")
         return file
 
     @property

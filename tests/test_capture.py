@@ -291,7 +291,7 @@ def check_equal(ours, theirs):
 
 def test_extraction_in_process(tmp_path):
     arguments, environment = prepare(tmp_path, "llama", "auto")
-    command = [os.environ["SGLANG_PYTHON"], ROOT / "extract_hidden_states.py", "--backend", "sglang", *arguments, "--out",
+    command = [os.environ["SGLANG_PYTHON"], ROOT / "extract_hidden_states.py", "--backend", "sglang", *EXACT, *arguments, "--out",
                tmp_path / "sglang", "--server-arguments", CPU]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -108,6 +108,6 @@ def test_training_learns_from_the_smallest_storage(work, tmp_path):
                        "--draft-vocab", "full", "--ttt-steps", 2, "--epochs", 8, "--lr", 3e-3, "--batch-tokens", 200)
         lengths.append(summary["accept_length"])
     assert lengths[1] > 1.2 and abs(lengths[1] / lengths[0] - 1) < 0.15
-    with pytest.raises(UserError, match="different teachers"):
+    with pytest.raises(UserError, match="one holds the compact teacher"):
         call("train_drafter", "--shards", work / "small", "--eval-shards", work / "bf16", "--target", work / "target", "--out",
              tmp_path / "x", "--draft-vocab", "full", "--dry-run")

@@ -58,6 +58,7 @@ def make_shards(folder, blocks, vocab_size=V, special=SPECIAL, sources=("",)):
     write_json(folder / MANIFEST, {
         "format": 1, "complete": True, "planned": {"blocks": len(blocks)}, "shards": entries, "special_ids": special,
         "tokenizer_sha256": "t" * 64, "data_sha256": "d" * 64, "layers": [2, 4, 5], "template_kwargs": {}, "block_lines": 8,
+        "stored": ["aux_hidden_states", "last_hidden_state", "target_argmax"],
         "empty_blocks": [], "sources": list(sources),
         "target": {"name": "tiny", "model_class": "LlamaForCausalLM", "text_config": text, "text_config_sha256": "c" * 64,
                    "tensors_sha256": "w" * 64, "vocab_size": vocab_size, "hidden_size": HIDDEN, "num_layers": 8},
