@@ -159,7 +159,7 @@ class Shards:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors raises its own kinds for a broken header
             raise UserError(f"{path} cannot be read as safetensors ({str(error)[:200]}); extract it again") from None
-        rows = {"cu_seqlens": entry["samples"] + 1, **dict.fromkeys(("input_ids", "aux_hidden_states"), entry["rows"])}
+        rows = {**dict.fromkeys(("input_ids", "aux_hidden_states"), entry["rows"]), "cu_seqlens": entry["samples"] + 1}
         for name in (*rows, "loss_mask", "heldout", "source_ids", *self.manifest["stored"]):
             found = shapes.get(name, [None])[0]
             if found is None or found != rows.get(name, found):
