@@ -62,6 +62,7 @@ class Corpus(NamedTuple):
     special: dict  # {"eos": [ids], "chat": {token: id}}
     target: dict  # the target's facts
     facts: dict  # for vocab_map.json: where the counts are from
+    shards: Shards | None = None  # None for a file
 
 
 def parse_arguments():
@@ -95,7 +96,7 @@ def parse_arguments():
         help="a drafter at hand, of any size, whose hits on the held-out answers --predict expects of the others as well; default none")
     add("--acceptance", type=in_range(0, 1),
         help="without --pilot, the share of drafts that --predict takes to be right where the vocabulary has the token; default 0.6, a "
-             "guess: the order of the sizes, not their speed, is what it tells")
+             "guess, of rare tokens as of frequent ones, which undervalues small sizes: a pilot is better")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"],
         help="of --predict's target and drafters; default auto, the target's own, as it is served")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target; default no, since it can do anything")
@@ -160,11 +161,11 @@ def main():
     if len(sizes) > 1:
         check_parent(args.out)
     warnings = [warning for out, size in zip(outs, sizes, strict=True) for warning in check_out(out, args, size, corpus.facts)]
-    target = check_target(args, Shards(args.shards), warnings) if args.shards and (args.target or args.predict) else None
+    target = check_target(args, corpus.shards, warnings) if corpus.shards and (args.target or args.predict) else None
     pilot = load_drafter(args.pilot) if args.pilot else ()
     made_for = corpus.target, corpus.facts["tokenizer_sha256"], args.force
     if drafter:
-        warnings += check_fits(args.prune, drafter, *made_for, Shards(args.shards).manifest["layers"] if args.shards else None)
+        warnings += check_fits(args.prune, drafter, *made_for, corpus.shards and corpus.shards.manifest["layers"])
         trained = drafter.config.get("training") or {}
         warnings += other_template(trained, corpus.facts, args.shards or args.data, f"the drafter {args.prune}")
     warnings += check_fits(args.pilot, pilot[0], *made_for) if pilot else []
@@ -182,8 +183,8 @@ def main():
     curve = coverage_curve(counted, heldout, order, points)
     sources = coverage_by_source(corpus.parts(), order, points, corpus.sources)
     if args.predict:  # before anything is written, as it may refuse
-        shards, full_too = Shards(args.shards), {**maps, vocab_size: None}
-        lengths = expected_lengths(shards, target, full_too, args.predict, args.acceptance, pilot)
+        full_too = {**maps, vocab_size: None}
+        lengths = expected_lengths(corpus.shards, target, full_too, args.predict, args.acceptance, pilot)
     made = []
     for out, (size, rows) in zip(outs, maps.items(), strict=True):
         uncounted = [i for i in rows.tolist() if counted[i] == 0 and i not in forced]
@@ -205,7 +206,7 @@ def main():
     print_table(costs, curve, sources, points)
     if args.predict:  # takes minutes: the maps are written before, and again with what was found
         prediction = {"pilot": args.pilot and str(args.pilot), "acceptance": None if pilot else args.acceptance,
-                      **predict(shards, target, full_too, args.predict, lengths, args.dtype, args.trust_remote_code)}
+                      **predict(corpus.shards, target, full_too, args.predict, lengths, args.dtype, args.trust_remote_code)}
         summaries = [write(args, out, drafter, rows, {**facts, "prediction": prediction}, warnings + missing) for out, rows, facts in made]
         print_prediction(prediction)
     if args.plot:
@@ -245,7 +246,8 @@ def open_shards(args):
     return Corpus(shards.supervised, manifest["sources"], manifest["special_ids"], manifest["target"], {
         "target": {key: manifest["target"][key] for key in TARGET_KEYS}, "source": "shards", "shards": str(args.shards),
         "shards_sha256": shards.sha256,
-        **{key: manifest.get(key) for key in ("tokenizer_sha256", "chat_template_sha256", "template_kwargs", "data_sha256", "max_length")}})
+        **{key: manifest.get(key) for key in ("tokenizer_sha256", "chat_template_sha256", "template_kwargs", "data_sha256", "max_length")}},
+        shards)
 
 
 def open_data(args):

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.cli import Parser, Progress, UserError, in_range, positive_int, run, say
+from common.cli import Parser, Progress, UserError, in_range, positive_int, run, say, split_words
 from common.conversations import count_text
 from common.decode import decode, head_seconds, transformers_generate
 from common.drafter import captured_layers, check_embedding, load_drafter
@@ -104,10 +104,7 @@ def parse_arguments():
         raise UserError("--prompts needs --target, whose answers are measured and whose tokenizer reads them")
     if args.backend == "local" and (args.server_url or args.baseline_url or args.server_arguments):
         raise UserError("--server-url, --baseline-url and --server-arguments are for --backend sglang; add it, or leave them out")
-    try:
-        args.server_arguments = shlex.split(args.server_arguments)
-    except ValueError as error:
-        raise UserError(f"--server-arguments {args.server_arguments} cannot be split into words ({error}); balance its quotes") from None
+    args.server_arguments = split_words("--server-arguments", args.server_arguments)
     if args.baseline_url and not args.server_url:
         raise UserError("--baseline-url goes with --server-url, the server with the drafter; give both, or neither to start servers here")
     if not args.drafter and not (args.server_url and args.prompts and not args.shards):

@@ -8,7 +8,6 @@ input in shards with a manifest. The same command again goes on with what is mis
 """
 
 import os
-import shlex
 import shutil
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ import torch
 
 from common.backend import open_backend
 from common.capture import server_command
-from common.cli import RANK, Failed, Parser, Progress, UserError, human_bytes, in_range, positive_int, run, say
+from common.cli import RANK, Failed, Parser, Progress, UserError, human_bytes, in_range, positive_int, run, say, split_words
 from common.conversations import Skip, count_text, read_rows
 from common.corpus import add_data_arguments, first_question, longest_sample, prepare
 from common.files import check_output_folder, lock_folder
@@ -98,10 +97,7 @@ def parse_args():
 def main():
     args = parse_args()
     started = time.monotonic()
-    try:
-        shlex.split(args.server_arguments)
-    except ValueError as error:
-        raise UserError(f"--server-arguments {args.server_arguments} cannot be split into words ({error}); balance its quotes") from None
+    args.server_arguments = split_words("--server-arguments", args.server_arguments)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and args.data == "-":
         raise UserError(f"--data - can be read by one process, and there are {processes}; give a file")
@@ -150,7 +146,7 @@ def main():
         if args.backend == "sglang":
             folder = args.states_folder or args.out.absolute().with_name(f"{args.out.name}-states")
             say("a server for --server-url, with a folder that both sides see: " + server_command(
-                target, layers, args.dtype, max_length, folder, shlex.split(args.server_arguments), args.trust_remote_code))
+                target, layers, args.dtype, max_length, folder, args.server_arguments, args.trust_remote_code))
         elif RANK == 0:
             with open_backend(args, target, layers, max_length) as backend:
                 hours = expect(backend, conversations, renderer, sampling, args, processes)

@@ -1,7 +1,5 @@
 """What runs the target of an extraction: transformers here, or SGLang (common/capture.py), which has the same methods."""
 
-import shlex
-
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -51,5 +49,5 @@ def open_backend(args, target, layers, max_length, device=None):
     """What args.backend names, ready to run. Raises UserError when it cannot."""
     if args.backend == "hf":
         return Transformers(target, layers, args.dtype, args.generate_rows, args.max_batch_tokens, device, args.trust_remote_code)
-    return SGLang(target, layers, args.dtype, max_length, args.server_url, args.states_folder, shlex.split(args.server_arguments),
+    return SGLang(target, layers, args.dtype, max_length, args.server_url, args.states_folder, args.server_arguments,
                   args.trust_remote_code)

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.cli import RANK, UserError, say
-from common.files import lock_folder, read_json, replace_file, replace_folder, write_json
+from common.files import STRAY, lock_folder, read_json, replace_file, replace_folder, write_json
 
 FILES = ("config.json", "model.safetensors", "state/weights.safetensors", "state/optimizer.safetensors", "state/progress.json")
 STEP = re.compile(r"step-\d{6,}")
 # What a killed run leaves half-written: our own temporary files, and those that safetensors makes beside the file it saves.
-TEMPORARY = re.compile(r"\.(run\.json|metrics\.jsonl|config\.json|model\.safetensors|step-\d+)\.tmp-\d+|\.tmp[0-9A-Za-z]{6}")
+TEMPORARY = re.compile(r"\.(run\.json|metrics\.jsonl|config\.json|model\.safetensors|step-\d+)\.tmp-\d+")
 
 
 def check_run(out, settings, resume):
@@ -42,7 +42,7 @@ def lock_run(out):
     """An open file that only one process can hold; with it, what a killed run left half-written is removed."""
     lock = lock_folder(out, "trained")
     for stray in [*out.iterdir(), *(out / "checkpoints").glob("*")]:
-        if TEMPORARY.fullmatch(stray.name):
+        if TEMPORARY.fullmatch(stray.name) or STRAY.fullmatch(stray.name):
             shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
     return lock
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from contextlib import suppress
@@ -108,6 +109,14 @@ def finite(value):
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def split_words(flag, text):
+    """The words of `text`, quoted as in a shell."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{flag} {text} cannot be split into words ({error}); balance its quotes") from None
 
 
 class Progress:

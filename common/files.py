@@ -11,6 +11,7 @@ from pathlib import Path
 from common.cli import DISK, UserError
 
 TEMPORARY = re.compile(r"\..+\.tmp-\d+$")  # what replace_file and replace_folder leave behind when they are killed
+STRAY = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # what safetensors makes beside the file it saves
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 

@@ -12,13 +12,12 @@ from collections import Counter
 from torch import distributed
 
 from common.cli import RANK, Failed, UserError, say
-from common.files import TEMPORARY, lock_folder, read_json, sha256_file, sha256_json, write_json
+from common.files import STRAY, TEMPORARY, lock_folder, read_json, sha256_file, sha256_json, write_json
 from common.shards import MANIFEST, read_manifest, shard_name
 
 FLAGS = {"dtype": "--store", "compute_dtype": "--dtype", "stored": "--teacher", "data_sha256": "--data and --limit, with hash"}
 COUNTS = ("rows", "samples", "bytes", "supervised_tokens", "heldout_samples")
 FREE = {"batches", "run", "done", "complete", "versions", "shards", "empty_blocks", "forced", "format", "target"}  # may change later
-STRAY = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # what safetensors makes beside the file it saves
 
 
 def check_same(begun, manifest, args):

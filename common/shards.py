@@ -126,7 +126,7 @@ class Shards:
         for number, entry in enumerate(self.manifest["shards"]):
             file = self._open(entry, verify)
             self.files.append(file)
-            if "teacher_ids" in self.manifest.get("stored", ()):
+            if "teacher_ids" in self.manifest["stored"]:
                 self.teacher_rows.append(file.get_tensor("teacher_rows").numpy())
             bounds = file.get_tensor("cu_seqlens").numpy()
             mask = np.concatenate([[0], np.cumsum(file.get_tensor("loss_mask").numpy(), dtype=np.int64)])
