@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from common.capture_hook import PREFIX
 from common.cli import Failed, UserError, say
 from common.drafter import layer_ids
-from common.serve import context_length, generate, read_answer, server_info
+from common.serve import check_kinds, context_length, generate, read_answer, server_info
 from common.target import process_logits
 
 TESTED = "0.5.23"
@@ -145,7 +145,8 @@ class SGLang:
 
     def _check_settings(self, info, max_length):
         """Name what an engine was started without. Returns the folder that its hook writes to."""
-        found = [hook for hook in info.get("forward_hooks") or () if hook.get("hook_factory") == HOOK]
+        check_kinds(info, self.where)
+        folders = list(filter(None, map(_hook_folder, info.get("forward_hooks") or ())))
         ids, given = _engine_layers(self.target, self.layers), info.get("return_aux_hidden_state_layer_ids")
         graph = ((info.get("cuda_graph_config") or {}).get("prefill") or {}).get("backend", "disabled")
         chunk, room = info.get("chunked_prefill_size"), (context_length(info) or max_length + 3) - 3
@@ -156,7 +157,7 @@ class SGLang:
              "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3, and no drafter"),
             (given != ids, f"captures SGLang's layers {given or 'by default'}",
              f"--return-aux-hidden-state-layer-ids {' '.join(map(str, ids))}" if ids else "no --return-aux-hidden-state-layer-ids"),
-            (not found, "has no hook of ours", f"--forward-hooks as --dry-run prints it, and PYTHONPATH={ROOT} or its place there"),
+            (not folders, "has no hook of ours", f"--forward-hooks as --dry-run prints it, and PYTHONPATH={ROOT} or its place there"),
             (not info.get("disable_radix_cache"), "has a prefix cache, behind which rows are missing", "--disable-radix-cache"),
             (chunk and chunk > 0, f"cuts prompts at {chunk} tokens, and only a last piece's rows would come", "--chunked-prefill-size -1"),
             (graph != "disabled", f"replays prompts as CUDA graphs ({graph}), in which no hook runs", "--disable-prefill-cuda-graph"),
@@ -170,14 +171,14 @@ class SGLang:
         if info.get("version") != TESTED:
             say(f"warning: {self.where} is SGLang {info.get('version')}, tried was {TESTED}; the states of a probe are checked")
         self.seeds_matter = info.get("enable_deterministic_inference")
-        return found[0]["config"]["folder"]
+        return folders[0]
 
     def _probe(self, length):
         """Two equal prompts, one after the other: a prefix cache would show, and the next token tells whose last states these are."""
         ids = [n % self.target.vocab_size for n in range(length)]
         for _ in range(2):
             [reply], [(_, last)] = self._forward([ids])
-            [token] = reply["output_ids"][:1]
+            [token] = read_answer(reply, self.where, 1, ()).ids
             logits = process_logits(self.lm_head(last[-1:]).float(), self.target.logit_softcap, self.target.logit_scale)[0]  # [V]
             gap = (logits.max() - logits[token]) / logits.abs().max() if token < len(logits) else torch.inf
             if not gap <= 0.02:  # of bfloat16 two tokens may be as good; NaN is no small gap
@@ -282,6 +283,13 @@ class SGLang:
             raise UserError(f"{self.where} runs in {last.dtype}, wanted is {self.dtype}; start it with --dtype "
                             f"{str(self.dtype).removeprefix('torch.')}, or give --dtype {str(last.dtype).removeprefix('torch.')}")
         return aux, last
+
+
+def _hook_folder(hook):
+    """Where a forward hook of an engine writes, if it is ours."""
+    match hook:
+        case {"hook_factory": factory, "config": {"folder": str(folder)}} if factory == HOOK:
+            return folder
 
 
 def _engine_failed(*_):

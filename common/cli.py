@@ -37,6 +37,12 @@ class Parser(argparse.ArgumentParser):
             settings.setdefault("metavar", "N" if settings["type"] in (int, positive_int) else "X")
         return super().add_argument(*names, **settings)
 
+    def parse_args(self):
+        for word in sys.argv[1:]:
+            if word != word.encode(errors="replace").decode():  # it will stand in files of JSON
+                raise UserError(f"the argument {word!a} is no UTF-8; write it in UTF-8 (a file of such a name: rename it)")
+        return super().parse_args()
+
     def error(self, message):
         raise UserError(f"{message}; --help lists the arguments")
 
@@ -55,9 +61,11 @@ def run(main, interrupted="the same command goes on from what is on disk"):
     `main` returns (summary, exit code), or just the summary for exit code 0. Everything that libraries print to stdout
     while it runs goes to stderr, so that `script | jq` works. Only rank 0 writes to stdout.
     """
-    stdout = os.dup(1)
+    stdout = os.dup(1) if sys.__stdout__ else -1  # closed: what has its number now may be anything
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     if not {"-h", "--help"} & set(sys.argv[1:]):
-        os.dup2(2, 1)
+        with suppress(OSError):  # stderr may be closed, too
+            os.dup2(2, 1)
         sys.stdout = sys.stderr
     logging.captureWarnings(True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -79,9 +87,14 @@ def run(main, interrupted="the same command goes on from what is on disk"):
         sys.exit(130)
     summary, code = result if isinstance(result, tuple) else (result, 0)
     if RANK == 0:
-        line = json.dumps(finite(summary), ensure_ascii=False) + "\n"
-        with suppress(BrokenPipeError):  # whoever was to read it has gone; the work is done
-            os.write(stdout, line.encode())
+        line = (json.dumps(finite(summary), ensure_ascii=False) + "\n").encode(errors="backslashreplace")  # as JSON does it
+        try:
+            while line:
+                line = line[os.write(stdout, line) :]
+        except BrokenPipeError:
+            pass  # whoever was to read it has gone; the work is done
+        except OSError as error:
+            _leave(f"the work is done, but its summary cannot be written to standard output ({error.strerror}); send that elsewhere", 1)
     sys.exit(code)
 
 

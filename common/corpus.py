@@ -8,6 +8,10 @@ from common.cli import Progress, UserError, in_range, positive_int, say
 from common.conversations import Skip, count_text, held_out, parse_row
 
 MAX_LENGTH = 2048  # tokens of a sample, unless said otherwise
+# What transformers' apply_chat_template takes for itself, or gives to the template by itself.
+RESERVED = {"self", "conversation", "conversations", "messages", "tools", "chat_template", "compiled_template", "add_generation_prompt",
+            "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
+            "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 
 
 def add_data_arguments(parser):
@@ -36,13 +40,12 @@ def longest_sample(args, target):
 def json_object(text):
     try:
         value = json.loads(text)
-        json.dumps(value, allow_nan=False)
-    except ValueError:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ArgumentTypeError(f"{text} is no JSON object like {{\"enable_thinking\": false}}")
-    reserved = {"chat_template", "tokenize", "tools", "add_generation_prompt", "return_dict", "conversation"} & value.keys()
-    if reserved:
+    if reserved := RESERVED & value.keys():
         raise ArgumentTypeError(f"{min(reserved)} is set by this script, not by template arguments")
     return value
 

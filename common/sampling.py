@@ -8,6 +8,8 @@ import torch
 from common.cli import UserError
 from common.files import read_json
 
+LEAST_TEMPERATURE = 1e-5  # vLLM takes less for greedy, and so does SGLang, from 1e-6 on; at last logits would overflow
+
 
 def end_ids(target, tokenizer):
     """Every end-of-sequence id, ascending, also those beyond the lm_head: of the generation config, the config and the tokenizer."""
@@ -33,12 +35,13 @@ def sampling_settings(target, temperature, top_p, top_k):
         temperature = (config.get("temperature") or 1.0) if config.get("do_sample") else 0
         top_p, top_k = config.get("top_p") or 1.0, config.get("top_k") or 0
     try:
-        temperature = float(temperature)
-    except ValueError:
-        raise UserError(f"--temperature {temperature} is neither a number nor config") from None
-    if not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or top_k < 0:
-        raise UserError(f"temperature {temperature}, top-p {top_p}, top-k {top_k}: a temperature of at least 0, a top-p above 0, up to 1, "
-                        f"and a top-k of at least 0 are wanted")
+        temperature, top_p, top_k = float(temperature), float(top_p), int(top_k)
+        right = (temperature == 0 or LEAST_TEMPERATURE <= temperature < float("inf")) and 0 < top_p <= 1 and top_k >= 0
+    except (TypeError, ValueError, OverflowError):
+        right = False
+    if not right:
+        raise UserError(f"temperature {temperature}, top-p {top_p}, top-k {top_k}: a temperature of 0 (greedy), at least "
+                        f"{LEAST_TEMPERATURE}, or config, a top-p above 0, up to 1, and a top-k of at least 0 are wanted")
     return {"temperature": temperature, "top_p": top_p, "top_k": top_k}
 
 
@@ -50,7 +53,8 @@ def distribution(logits, sampling):
         logits, ids = logits.topk(min(sampling["top_k"] or logits.shape[-1], logits.shape[-1]))
     chances = logits.softmax(-1)
     if sampling["top_p"] < 1:
-        chances = chances.masked_fill(chances.cumsum(-1) - chances >= sampling["top_p"], 0.0)
+        least = max(sampling["top_p"], 1e-30)  # less is 0 in float32, and would leave nothing
+        chances = chances.masked_fill(chances.cumsum(-1) - chances >= least, 0.0)
         chances = chances / chances.sum(-1, keepdim=True)
     return chances, ids
 

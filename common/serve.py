@@ -25,6 +25,9 @@ from common.decode import Answer, Group, cut
 OPENER = build_opener(ProxyHandler({}))  # a server that is measured is never behind the proxy of the environment
 LONGEST_ANSWER = 3600  # seconds until an answer is given up
 GRACE = 20  # seconds that a server has to stop by itself
+STATED = [("an integer", int, ["context_length", "max_req_input_len", "chunked_prefill_size", "speculative_num_draft_tokens"]),
+          ("a string", str, ["model_path", "dtype", "speculative_algorithm", "speculative_draft_model_path"]),
+          ("an array", list, ["forward_hooks"]), ("an object", dict, ["cuda_graph_config", "cuda_graph_config.prefill"])]
 
 
 def serving_arguments(target, drafter, steps, topk, draft_tokens, dtype, trust_remote_code=False):
@@ -136,6 +139,7 @@ def server_settings(url, drafter_expected):
     expected.
     """
     info = server_info(url)
+    check_kinds(info, url)
     algorithm, drafter = info["speculative_algorithm"], info.get("speculative_draft_model_path")
     wanted = "start it with --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER"
     if drafter_expected and algorithm is None:
@@ -169,6 +173,18 @@ def server_info(url):
     return info
 
 
+def check_kinds(info, where):
+    """Refuse an SGLang's `info` that states something of another kind than is read of it here."""
+    for words, kind, names in STATED:
+        for name in names:
+            value = info
+            for key in name.split("."):
+                value = (value or {}).get(key)
+            if value is not None and not isinstance(value, kind):
+                raise UserError(f"{where} says of itself {name} {json.dumps(value, default=str)[:80]}, {words} or null is wanted; use "
+                                f"SGLang 0.5.23")
+
+
 def context_length(info):
     """Tokens of a prompt and its answer together, None where SGLang's `info` states none; of a small KV pool max_req_input_len tells."""
     return min((info[key] + more for key, more in (("context_length", 0), ("max_req_input_len", 6)) if info.get(key)), default=None)
@@ -191,23 +207,26 @@ def answer(url, prompts, limit, eos_ids, concurrency, sampling, steps=None):
         seconds = time.perf_counter() - start
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    try:
-        return Group([read_answer(reply, url, limit, eos_ids, steps) for reply in replies], seconds, [], [])
-    except (TypeError, AttributeError) as error:
-        raise UserError(f"{url}/generate sent a reply of another form ({error}); use SGLang 0.5.23 or later") from None
+    return Group([read_answer(reply, url, limit, eos_ids, steps) for reply in replies], seconds, [], [])
 
 
 def read_answer(reply, url, limit, eos_ids, steps=None):
     """The Answer in one reply of SGLang to a request."""
-    ids, facts = reply.get("output_ids"), reply.get("meta_info", {})
-    reason = facts.get("finish_reason") or {}
-    if not ids or reason.get("type") not in ("stop", "length"):
-        raise UserError(f"{url}/generate sent {'ids' if ids else 'no output_ids'} and finish_reason {json.dumps(reason)}; see the "
-                        f"server's log")
-    ids = cut(ids, limit, eos_ids)
-    if reason["type"] == "length" and len(ids) < limit and ids[-1] not in eos_ids:
-        raise UserError(f"{url} cut an answer after {len(ids)} of {limit} tokens; start it with a larger --context-length, or ask for less")
-    accepted, reached = count_verifications(facts, len(ids), steps, url) if steps else ([], [])
+    try:
+        ids, facts = reply.get("output_ids"), reply.get("meta_info", {})
+        reason = facts.get("finish_reason") or {}
+        if not ids or reason.get("type") not in ("stop", "length"):
+            raise UserError(f"{url}/generate sent {'ids' if ids else 'no output_ids'} and finish_reason {json.dumps(reason)}; see the "
+                            f"server's log")
+        if strange := [token for token in ids if type(token) is not int or not 0 <= token < 2**31]:
+            raise TypeError(f"output_ids hold {strange[0]!r}")
+        ids = cut(ids, limit, eos_ids)
+        if reason["type"] == "length" and len(ids) < limit and ids[-1] not in eos_ids:
+            raise UserError(f"{url} cut an answer after {len(ids)} of {limit} tokens; start it with a larger --context-length, or ask for "
+                            f"less")
+        accepted, reached = count_verifications(facts, len(ids), steps, url) if steps else ([], [])
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{url}/generate sent a reply of another form ({error}); use SGLang 0.5.23 or later") from None
     return Answer(ids=ids, accepted=accepted, reached=reached, candidates=[])
 
 
@@ -266,5 +285,5 @@ def _ask(url, path, body=None, timeout=90):
 
 
 def _parse(text):
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.loads(text)

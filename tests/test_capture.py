@@ -171,6 +171,21 @@ SETTINGS = [  # what the server says of itself, what is said of it
 ]
 
 
+ODD = [  # what no SGLang says of itself
+    ({"context_length": "72"}, 'context_length "72", an integer'), ({"max_req_input_len": 66.5}, "max_req_input_len 66.5"),
+    ({"chunked_prefill_size": "-1"}, "chunked_prefill_size"), ({"forward_hooks": {"a": 1}}, "forward_hooks"),
+    ({"forward_hooks": [None, "a", {"hook_factory": HOOK}]}, "no hook"), ({"cuda_graph_config": [1]}, "cuda_graph_config [1]"),
+    ({"cuda_graph_config": {"prefill": "full"}}, 'cuda_graph_config.prefill "full", an object'),
+    ({"speculative_algorithm": ["EAGLE3"]}, "speculative_algorithm"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), ODD)
+def test_a_server_that_says_odd_things_of_itself_is_refused(model, tmp_path, changes, words):
+    with fake_server(model, tmp_path, changes) as fake:
+        refused(lambda: SGLang(model.target, LAYERS, "auto", 64, fake.url), fake.url, words)
+
+
 @pytest.mark.parametrize(("changes", "words"), SETTINGS)
 def test_a_server_that_was_started_otherwise_is_refused_at_once(model, tmp_path, changes, words):
     with fake_server(model, tmp_path, changes) as fake:
@@ -193,6 +208,8 @@ PROBES = [  # what a server hands over, what is said of it
     (lambda aux, last, ids: (aux.bfloat16(), last.bfloat16(), ids), "--dtype float32"),
     (lambda aux, last, ids: (aux, last, [ids[0] + 1]), "another target"),
     (lambda aux, last, ids: (aux, last, [100000]), "token 100000"),
+    (lambda aux, last, ids: (aux, last, [float(ids[0])]), "output_ids hold"),
+    (lambda aux, last, ids: (aux, last, []), "no output_ids"),
     (lambda aux, last, ids: (aux, last * torch.nan, ids), "another target"),
 ]
 

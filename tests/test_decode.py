@@ -6,10 +6,11 @@ import torch
 
 from common import decode as engine
 from common import sampling_check
+from common.cli import UserError
 from common.decode import Answer, Draft, Group, Tree, cut, decode, transformers_generate
 from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
 from common.figures import figures
-from common.sampling import distribution
+from common.sampling import distribution, pick, sampling_settings
 from common.sampling_check import check_sampling, chi_square
 from common.target import default_layers, open_target
 from common.target_model import SlotCache, TargetModel
@@ -286,6 +287,20 @@ def numbers():
 
 
 FLAT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+
+
+@pytest.mark.parametrize("temperature, top_p", [(1e-5, 1.0), (1.0, 1e-300), (1e-5, 5e-324), (0.7, 1e-12)])
+def test_next_to_no_temperature_or_share_draws_the_likeliest(temperature, top_p):
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0)) * 30
+    drawn = pick(*distribution(logits, {"temperature": temperature, "top_p": top_p, "top_k": 0}), torch.rand(50, dtype=torch.float64))
+    assert torch.equal(drawn, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("values", [("1e-320", 1.0, 0), ("9e-6", 1.0, 0), ("nan", 1.0, 0), ("inf", 1.0, 0), ("1", 0.0, 0),
+                                    (None, 1.0, 0), ("1", "all", 0), ("1", 1.0, [3])])
+def test_settings_that_cannot_be_drawn_with_are_refused(model, values):
+    with pytest.raises(UserError, match="temperature of 0"):
+        sampling_settings(model.target, *values)
 
 
 @pytest.fixture(scope="module")

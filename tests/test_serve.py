@@ -121,6 +121,15 @@ def test_what_is_no_sglang_server_is_refused():
         refused(lambda: server_settings(fake.url, False), "no SGLang server")
 
 
+@pytest.mark.parametrize("change", [{"speculative_num_draft_tokens": "4"}, {"context_length": [512]}, {"dtype": 3}, {"model_path": {}}])
+def test_odd_settings_are_named(change):
+    with Fake({"/server_info": (200, {**INFO, **change})}) as fake:
+        refused(lambda: server_settings(fake.url, True), fake.url, *change, json.dumps(*change.values()))
+    for info in ([1], None, "x", "[" * 10**5):
+        with Fake({"/server_info": (200, info)}) as fake:
+            refused(lambda: server_settings(fake.url, True), fake.url, "no SGLang server")
+
+
 def test_answers_come_in_the_order_of_the_prompts_with_so_many_in_flight():
     prompts = [[10 + n] for n in range(9)]
 
@@ -154,6 +163,10 @@ def test_faults_of_the_server_are_told():
     refused(lambda: ask((200, {"output_ids": [5], "meta_info": {"finish_reason": {"type": "abort", "message": "out of memory"}}})),
             "out of memory")
     refused(lambda: ask((200, {"output_ids": [5] * 4, "meta_info": {"finish_reason": "length"}})), "another form")
+    for ids in ([5.0] * 4, [5, "6", 7, 8], [[5, 6, 7, 8]], "5678", [-1] * 4, [2**40] * 4, {"5": 6}, 5):
+        refused(lambda ids=ids: ask((200, {"output_ids": ids, "meta_info": facts(1, 1)})), "another form")
+    refused(lambda: ask((200, {"output_ids": [5] * 4, "meta_info": None})), "another form")
+    refused(lambda: ask((200, {"output_ids": [5] * 4, "meta_info": facts(1, 1, spec_correct_drafts_histogram=["1"])})), "another form")
     refused(lambda: ask((200, {"output_ids": [5, 6], "meta_info": facts(1)})), "after 2 of 4 tokens", "--context-length")
     refused(lambda: ask((200, {"output_ids": [5] * 4, "meta_info": {"finish_reason": {"type": "length"}}})), "has a drafter",
             "spec_correct_drafts_histogram")
