@@ -7,6 +7,7 @@ input in shards with a manifest. The same command again goes on with what is mis
     accelerate launch extract_hidden_states.py --target TARGET --data ROWS --out SHARDS
 """
 
+import math
 import os
 import shutil
 import time
@@ -26,7 +27,21 @@ from common.cli import RANK, Failed, Parser, Progress, UserError, human_bytes, i
 from common.conversations import Skip, count_text, read_rows
 from common.corpus import add_data_arguments, first_question, longest_sample, prepare
 from common.files import check_output_folder, lock_folder
-from common.journal import add, agree, begin, check_same, follow, journals, listed, record, remove_journals, save, sum_up
+from common.journal import (
+    add,
+    agree,
+    begin,
+    check_same,
+    follow,
+    journals,
+    listed,
+    record,
+    remove_journals,
+    remove_read,
+    save,
+    sum_up,
+    wait_for_room,
+)
 from common.rendering import Renderer, chat_ids
 from common.sampling import end_ids, random_numbers, sampling_settings, stop_ids
 from common.shards import (
@@ -85,6 +100,8 @@ def parse_args():
         "ends; default 128")
     add("--block-lines", type=positive_int, metavar="N",
         help=f"input lines of a shard; default {BLOCK_LINES}, fewer when that could pass {human_bytes(BLOCK_BYTES)}")
+    add("--max-disk-gb", type=in_range(0), metavar="GB", help="for train_drafter.py --follow, which trains meanwhile: held-out samples "
+        "come first, extraction pauses when so many GB are there, and removes what the training has read; default none: all shards stay")
     add("--verify", action="store_true", help="when going on, check the sha256 of the finished shards and redo damaged ones")
     add("--dry-run", action="store_true", help="print samples, tokens, bytes and expected hours and stop; touches nothing. The hours are "
         "from a short trial with --backend hf, for which it loads the target")
@@ -129,18 +146,29 @@ def main():
     args.max_batch_tokens = args.max_batch_tokens or (32768 if torch.cuda.is_available() else 4096)
     row_bytes = bytes_per_token(target.hidden_size, args.store, args.candidates, supervised / tokens)
     begun = read_manifest(args.out) if (args.out / MANIFEST).exists() else None
-    fit = BLOCK_BYTES // int(bytes_per_token(target.hidden_size, args.store, args.candidates) * max(c["bound"] for c in conversations))
+    longest = bytes_per_token(target.hidden_size, args.store, args.candidates) * max(c["bound"] for c in conversations)
+    room = None if args.max_disk_gb is None else int(args.max_disk_gb * 1e9)
+    fit = int(min(BLOCK_BYTES, BLOCK_BYTES if room is None else room / 10) / longest)
     block_lines = args.block_lines or (begun and begun["block_lines"]) or max(1, min(BLOCK_LINES, fit))
-    blocks = -(-lines // block_lines)
+    # with --max-disk-gb the held-out samples have blocks of their own, which come first and stay
+    aside = [c for c in conversations if room is not None and c["heldout"]]
+    aside_blocks, in_order = -(-len(aside) // block_lines), -(-lines // block_lines)
+    by_block = {block: [] for block in range(aside_blocks + in_order)}
+    for number, conversation in enumerate(aside):
+        by_block[number // block_lines].append(conversation)
+    for conversation in conversations:
+        if room is None or not conversation["heldout"]:
+            by_block[aside_blocks + conversation["line"] // block_lines].append(conversation)
+    blocks = len(by_block)
+    planned = {"lines": lines, "blocks": blocks, "samples": sum(c["samples"] for c in conversations), "tokens": tokens}
+    if room is not None:
+        planned |= plan_room(by_block, aside_blocks, room, target.hidden_size, args)
     at_most = "at most " if args.regenerate else ""
     say(f"{len(conversations)} of {len(rows)} rows, {at_most}{tokens} tokens, {at_most}{row_bytes:.0f} bytes per token, "
         f"{at_most}{human_bytes(tokens * row_bytes)} in {blocks} shards, {human_bytes(free_space(args.out))} free; "
         f"skipped: {count_text(reasons) or 'none'}")
     for what, turns in notes.items():
         say(f"{turns} {what}")
-    by_block = {block: [] for block in range(blocks)}
-    for conversation in conversations:
-        by_block[conversation["line"] // block_lines].append(conversation)
     if args.dry_run:
         hours = None
         if args.backend == "sglang":
@@ -160,10 +188,11 @@ def main():
         "stored": stored_tensors(args.teacher), "candidates": args.candidates, "tokenizer_sha256": tokenizer_sha256(target.folder),
         "chat_template_sha256": chat_template_sha256(tokenizer),
         "template_kwargs": args.template_kwargs, "system": args.system, "sampling": sampling, "max_length": max_length,
-        "data_sha256": data_sha256, "block_lines": block_lines, "heldout": args.heldout, "compute_dtype": args.dtype,
+        "data_sha256": data_sha256, "max_disk_gb": args.max_disk_gb, "block_lines": block_lines, "heldout": args.heldout,
+        "compute_dtype": args.dtype,
         "backend": args.backend, "special_ids": {"eos": end_ids(target, tokenizer), "chat": chat_ids(tokenizer)}, "sources": sources,
         "batches": {"max_batch_tokens": args.max_batch_tokens, "generate_rows": args.generate_rows},
-        "planned": {"lines": lines, "blocks": blocks}, "done": {}, "complete": False, "forced": [],
+        "planned": planned, "done": {}, "complete": False, "forced": [],
         "versions": {"python": python_version(), **{name: version(name) for name in ("torch", "transformers", "safetensors")}},
         "shards": [], "empty_blocks": [], "run": os.urandom(8).hex(),
     }
@@ -189,7 +218,7 @@ def main():
         mine = [block for block in missing if block % processes == RANK]
         if begun:
             say(f"{blocks - len(missing)} of {blocks} shards are finished")
-        check_space(args, sum(c["bound"] for block in missing for c in by_block[block]) * row_bytes)
+        check_space(args, min(sum(c["bound"] for block in missing for c in by_block[block]) * row_bytes, room or math.inf))
         if mine:
             backend = held.enter_context(open_backend(args, target, layers, max_length, device))
             if RANK == 0:
@@ -209,6 +238,7 @@ def main():
                 say(f"{left} blocks are still being made by other processes")
             time.sleep(0.2)
             add(manifest, journals(args.out, blocks, manifest["run"]))
+            remove_read(args.out, manifest)
         if not manifest["shards"]:
             raise UserError(f"none of the samples could be kept ({count_text(Counter(sum_up(manifest)['skipped']))}); there is nothing to "
                             f"train on")
@@ -233,8 +263,9 @@ def extract(manifest, mine, by_block, skipped_rows, renderer, backend, args):
     progress = Progress(total, "answers" if args.regenerate else "tokens", "extracting")
     own, writing = [], None
     with ThreadPoolExecutor(1) as writer:
+        first = manifest["planned"].get("heldout_blocks", 0)
         for block, part in zip(mine, parts, strict=True):
-            skipped = Counter(reason for line, reason in skipped_rows if line // manifest["block_lines"] == block)
+            skipped = Counter(reason for line, reason in skipped_rows if first + line // manifest["block_lines"] == block)
             read = len(part) + skipped.total()
             if args.regenerate:
                 samples, cut = write_answers(backend, renderer, part, manifest["sampling"], manifest["max_length"], skipped, progress)
@@ -244,10 +275,33 @@ def extract(manifest, mine, by_block, skipped_rows, renderer, backend, args):
             samples = add_states(backend, samples, args, skipped, None if args.regenerate else progress)
             if writing:
                 writing.result()  # no more than two blocks are in memory
+            wait_for_room(manifest, block, args.out)
             facts = {"block": block, "read": read, "skipped": dict(skipped), "cut": cut}
             writing = writer.submit(write, manifest, own, samples, facts, args.out)
         writing.result()
     progress.close()
+
+
+def plan_room(by_block, aside_blocks, room, hidden, args):
+    """What the manifest states for --max-disk-gb, room in bytes: what each block takes at most, and what the held-out ones leave."""
+    def most(part):
+        tokens = sum(c["bound"] for c in part)
+        taught = tokens if args.regenerate else sum(sum(c["loss_mask"]) for c in part)
+        rows = tokens and tokens * bytes_per_token(hidden, args.store, args.candidates, taught / tokens)
+        return int(rows) + 64 * sum(c["samples"] for c in part) + 4096  # and a shard's index and header
+
+    sizes = [most(part) for part in by_block.values()]
+    aside = [c for block in range(aside_blocks) for c in by_block[block]]
+    kept, largest = sum(sizes[:aside_blocks]), max(sizes[aside_blocks:])
+    if kept > room / 2:
+        raise UserError(f"the held-out samples stay and take {human_bytes(kept)}, --max-disk-gb {args.max_disk_gb:g} is "
+                        f"{human_bytes(room)}, of which they may take half; give a lower --heldout than {args.heldout:g}, or more disk")
+    if largest > (room - kept) / 4:
+        raise UserError(f"a shard takes up to {human_bytes(largest)} and --max-disk-gb {args.max_disk_gb:g} leaves "
+                        f"{human_bytes(room - kept)} beside the held-out samples, of which it may take a quarter; give fewer "
+                        f"--block-lines, or more disk")
+    return {"heldout_blocks": aside_blocks, "heldout_samples": sum(c["samples"] for c in aside),
+            "heldout_tokens": sum(c["bound"] for c in aside), "room": room - kept, "block_bytes": sizes}
 
 
 def write(manifest, own, samples, facts, out):

@@ -7,7 +7,6 @@ checkpoints/step-NNNNNN, each of them a drafter too, with the training state in 
 """
 
 import json
-import math
 import os
 import sys
 import time
@@ -38,6 +37,7 @@ from common.cli import Failed, Parser, Progress, UserError, finite, human_bytes,
 from common.drafter import Drafter, drafter_config, save_drafter
 from common.figures import accept_figures, check_plot, plot_training
 from common.files import check_output_folder, read_json, sha256_file, write_json
+from common.order import Order, Stream, expected_tokens, schedule, share_out, wait_for_heldout
 from common.shards import Shards, check_shards
 from common.start import covered_share, decide_vocabulary, named_map, probe, start_from_checkpoint, start_from_scratch
 from common.target import open_target
@@ -69,8 +69,8 @@ def parse_args():
     add("--ttt-steps", type=in_range(1, 128, low_too=True, kind=int), default=3, help="depth of training-time test; default 3, for "
         "serving with 3 drafts: deeper costs more and served those 3 worse. Take the number of drafts that you serve with; EAGLE-3 trains "
         "7")
-    add("--epochs", type=positive_int, default=2, help="passes over the samples; default 2: on few samples the "
-        "held-out accept length still grows in the second")
+    add("--epochs", type=positive_int, help="passes over the samples; default 2: on few samples the held-out accept length still grows in "
+        "the second. With --follow 1, as each shard is there once")
     add("--max-steps", type=positive_int, help="stop after so many optimizer steps; default: all epochs")
     add("--lr", type=in_range(0), help="peak rate of AdamW; default 0.3 / hidden size for the lm_head and norms beside muon, 1.2 / hidden "
         "size for everything: measured at 576, and such rates fall as models get wider")
@@ -105,6 +105,8 @@ def parse_args():
     add("--keep", type=positive_int, default=2, help="how many of this run's last checkpoints stay; default 2, should the last one be "
         "damaged")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, if there is one")
+    add("--follow", action="store_true", help="train on shards as extract_hidden_states.py --max-disk-gb writes them, each once, and "
+        "acknowledge what a checkpoint covers, which is then removed; default off: all shards are there")
     add("--seed", type=in_range(0, 2**63 - 1, low_too=True, kind=int), default=0, help="of the order of the samples and the first "
         "weights; default 0, so that runs can be repeated")
     add("--log-with", choices=["tensorboard", "wandb", "trackio", "all"], help="also log to this tracker; metrics.jsonl is always written")
@@ -136,7 +138,11 @@ def main():
         check_plot(args.plot, args.out)
     out = Path(args.out)
     check_output_folder(out, "run.json")
-    shards = Shards(args.shards, args.verify)
+    if args.follow and (args.epochs or 1) > 1:
+        raise UserError(f"--epochs {args.epochs}: with --follow each shard is there once; leave --epochs out, or extract without "
+                        f"--max-disk-gb")
+    args.epochs = args.epochs or (1 if args.follow else 2)
+    shards = wait_for_heldout(Path(args.shards), args) if args.follow else Shards(args.shards, args.verify)
     evaluation = Shards(args.eval_shards, args.verify) if args.eval_shards else shards
     target = open_target(args.target, args.revision, args.trust_remote_code)
     head, embedding = target.lm_head(), target.embedding()
@@ -159,18 +165,20 @@ def main():
         drafter, remapped = Drafter(drafter_config(target, draft_vocab, layers)), None
     covered, unseen = covered_share(args, map_rows, promise, shards, evaluation, warnings)
 
-    train_samples = np.flatnonzero(~shards.heldout) if not args.eval_shards else np.arange(len(shards.index))
-    eval_samples = (np.arange(len(evaluation.index)) if args.eval_shards else np.flatnonzero(shards.heldout))[: args.eval_samples]
+    train_samples = np.arange(len(shards.index)) if args.eval_shards else np.flatnonzero(~shards.heldout)
+    eval_samples = np.arange(len(evaluation.index)) if args.eval_shards else np.flatnonzero(shards.heldout)
+    probe_samples = eval_samples[len(eval_samples) // 2 :] if args.follow else train_samples  # nothing to train on is there yet
+    eval_samples = eval_samples[: args.eval_samples]
     if args.lr is None:
         args.lr = float(f"{(0.3 if args.optimizer == 'muon' else 1.2) / target.hidden_size:.1e}")
     if args.batch_tokens is None:
-        args.batch_tokens = min(8192, max(512, int(shards.index[train_samples, 2].sum()) * args.epochs // 500))
+        tokens = expected_tokens(shards) if args.follow else int(shards.index[train_samples, 2].sum()) * args.epochs
+        args.batch_tokens = min(8192, max(512, tokens // 500))
     loss_samples = eval_samples[:64]  # a loss of 7 depths costs three times an accept length of 3
-    if not shards.index[train_samples, 5].sum():
+    if not args.follow and not shards.index[train_samples, 5].sum():
         raise UserError(f"{args.shards} holds no supervised token outside of its held-out samples; there is nothing to learn from")
-    order, ends = plan_steps(shards.index[:, 2], train_samples, args)
-    steps = len(ends) - 1
-    epochs = -(-int(ends[-1]) // len(train_samples))
+    order = Stream(shards, args, out) if args.follow else Order(shards.index[:, 2], train_samples, args)
+    steps = order.steps
     every = args.eval_every or max(1, steps // 10)
     save_every = args.save_every or every
 
@@ -201,13 +209,15 @@ def main():
     trainable = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     layer_parameters = sum(p.numel() for name, p in drafter.named_parameters() if name != "lm_head.weight")
     head_parameters = draft_vocab * target.hidden_size
+    shares = [f"{share:.2%} of the {which}" for share, which in (
+        (covered, "supervised tokens that are trained on"), (unseen, "held-out ones")) if share is not None]
     say(f"draft vocabulary: {draft_vocab} of {target.vocab_size} rows{' (full, no map)' if map_rows is None else ''}, lm_head "
-        f"{head_parameters / 1e6:.1f} M parameters beside {layer_parameters / 1e6:.1f} M in the layer; it covers {covered:.2%} of the "
-        f"supervised tokens that are trained on{'' if unseen is None else f' and {unseen:.2%} of the held-out ones'}")
+        f"{head_parameters / 1e6:.1f} M parameters beside {layer_parameters / 1e6:.1f} M in the layer; it covers "
+        f"{' and '.join(shares)}")
     frozen = "the embedding is the target's, frozen" + (", the lm_head stays as it is" if args.freeze_lm_head else "")
-    tokens = int(shards.index[order[: ends[-1]], 2].sum())
-    say(f"training {trainable / 1e6:.1f} M parameters ({frozen}) for {steps} steps of about {tokens / steps:.0f} tokens "
-        f"by {args.optimizer} at a rate of up to {args.lr:.2g}, depth {args.ttt_steps}, {len(train_samples)} samples, "
+    say(f"training {trainable / 1e6:.1f} M parameters ({frozen}) for {'about ' if args.follow else ''}{steps} steps of about "
+        f"{order.tokens / steps:.0f} tokens "
+        f"by {args.optimizer} at a rate of up to {args.lr:.2g}, depth {args.ttt_steps}, {order.samples} samples, "
         f"{len(eval_samples)} held out")
     if steps < 100 and steps != args.max_steps:
         say(f"warning: {steps} steps are few; a smaller --batch-tokens or more --epochs gives more")
@@ -215,7 +225,7 @@ def main():
         state = trainable * 4 * 4 + (target.vocab_size + draft_vocab) * target.hidden_size * 4
         say(f"weights, gradients, moments, embedding and teacher need about {human_bytes(state)} in each process, the batches beside them"
             f"{'; the checkpoint is tried before the first step, not in a dry run' if args.init == 'checkpoint' else ''}")
-        return {"steps": steps, "epochs": epochs, "tokens": tokens,
+        return {"steps": steps, "epochs": order.epochs, "tokens": order.tokens,
                 "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "memory_bytes": state, "dry_run": True,
                 "batch_tokens": args.batch_tokens, "lr": args.lr, "warnings": list(filter(None, warnings)), "out": str(out)}
 
@@ -233,7 +243,7 @@ def main():
     if (out / "run.json").exists():
         probed = read_json(out / "run.json").get("start")
     elif args.init == "checkpoint":
-        probed = probe(args, target, drafter, embedding, teacher, map_rows, (shards, train_samples), (evaluation, eval_samples))
+        probed = probe(args, target, drafter, embedding, teacher, map_rows, (shards, probe_samples), (evaluation, eval_samples))
     warnings.append(probed and probed["warning"])
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -241,14 +251,18 @@ def main():
         lock = lock_run(out)  # held as long as it is open
         check_run(out, settings, args.resume)  # again: another process may have begun a run meanwhile
         if not (out / "run.json").exists():
-            write_json(out / "run.json", {**settings, "start": finite(probed)})
+            name = {"run": os.urandom(8).hex()} if args.follow else {}
+            write_json(out / "run.json", {**settings, "start": finite(probed), **name})
     if args.log_with:
         accelerator.init_trackers("eagle3", config={key: value for key, value in settings.items() if value is not None})
 
     progress = {"step": 0, "tokens": 0, "seconds": 0.0, "waited": 0.0, "loss": None, "last": None, "best": None}
+    progress |= order.position
     moments = {}
     if args.resume:
         progress, moments = load_checkpoint(out, drafter, progress)
+    if args.follow:
+        order.begin(progress, accelerator.is_main_process and read_json(out / "run.json").get("run"))
     train_step = TrainStep(drafter, embedding, teacher, args.ttt_steps, args.depth_decay, args.loss)
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and torch.distributed.is_initialized()
     if sharded:  # not by accelerate, which on CPUs would quietly not shard
@@ -318,6 +332,8 @@ def main():
             export(out, weights)
         if checkpoint and accelerator.is_main_process:
             save_checkpoint(out, export, weights, moments, finite(progress), args.keep)
+        if checkpoint and args.follow:
+            order.acknowledge(progress["block"])
 
     def log(record):
         if accelerator.is_main_process:
@@ -331,8 +347,11 @@ def main():
             accelerator.log(curves, step=record["step"])
 
     def load_step(number):
-        """This process's micro-batches of a step, as many as every other's, since all take part in each."""
-        chosen = order[ends[number] : ends[number + 1]]
+        """The samples of a step, the place in `order` after it, and this process's micro-batches, as many as every other's, since all
+        take part in each; None after the last step."""
+        if (found := order.step(number)) is None:
+            return None
+        chosen, position = found
         parts = min(len(chosen), accelerator.num_processes * args.gradient_accumulation_steps)
         parts = share_out(chosen, shards.index[chosen, 2], parts)
         parts = [part for part in parts if part]
@@ -342,7 +361,19 @@ def main():
         batches = [make_batch([shards.sample(sample) for sample in part or parts[-1]], device) for part in mine]
         if mine[-1] is None:  # nothing of its own is left: it takes another's samples and learns nothing from them
             batches[-1]["loss_mask"].zero_()
-        return batches
+        return chosen, position, batches
+
+    def look(measuring, saving):
+        """Measure, keep what is better than the best so far, and save a checkpoint."""
+        best, improved = progress["best"] and progress["best"]["accept_length"], False
+        if measuring:
+            progress["last"] = measure()
+            length = progress["last"]["accept_length"]
+            improved = length is None or best is None or length >= best  # of equals the later, which has learnt more
+        if improved:
+            progress["best"] = progress["last"]
+        if improved or saving:
+            store(improved, saving)
 
     if args.init == "checkpoint" and not progress["step"]:
         progress["best"] = progress["last"] = measure()  # what the checkpoint is worth here
@@ -351,64 +382,67 @@ def main():
     loader = ThreadPoolExecutor(1)
     start, spent_before = time.monotonic(), progress["seconds"]
     paused = 0.0
-    upcoming = loader.submit(load_step, progress["step"]) if progress["step"] < steps else None
-    while progress["step"] < steps:
-        step = progress["step"]
-        moment = time.monotonic()
-        batches = upcoming.result()
-        progress["waited"] += time.monotonic() - moment
-        if step + 1 < steps:
+    upcoming, saved = loader.submit(load_step, progress["step"]), progress["step"]
+    try:
+        while True:
+            moment = time.monotonic()
+            loaded = upcoming.result()
+            progress["waited"] += time.monotonic() - moment
+            if loaded is None:
+                break
+            chosen, position, batches = loaded
+            step = progress["step"]
             upcoming = loader.submit(load_step, step + 1)
-        chosen = order[ends[step] : ends[step + 1]]
-        labels = max(int(shards.index[chosen, 5].sum()), 1)
-        share = schedule(step, steps, args.warmup)
-        for optimizer, peak in zip(optimizers, (args.lr, args.muon_lr), strict=False):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * share
-        figures = torch.zeros(1 + 2 * args.ttt_steps, device=device)  # loss, cross entropy sums, rows
-        for number, batch in enumerate(batches):
-            together = sharded or number == len(batches) - 1
-            with nullcontext() if together else accelerator.no_sync(model):
-                with accelerator.autocast():
-                    loss, sums, rows = model(batch, accelerator.num_processes / labels)  # gradients are averaged: undone here
-                loss.backward()  # not accelerate's, which divides by a number of its own configuration
-            figures += torch.cat([loss.detach()[None] / accelerator.num_processes, sums.detach(), rows.to(device)])
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters.values()])
-        norm = norm.full_tensor() if sharded else norm
-        if not torch.isfinite(norm):
-            raise Failed(f"the gradient of step {step + 1} is not finite (norm {norm}): {DIVERGED}")
-        if norm > args.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters.values(), args.max_grad_norm, norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        figures = accelerator.reduce(figures).tolist()
-        tokens = int(shards.index[chosen, 2].sum())
-        progress["step"], progress["tokens"], progress["loss"] = step + 1, progress["tokens"] + tokens, figures[0]
-        progress["seconds"] = spent_before + time.monotonic() - start - paused
-        best = progress["best"] and progress["best"]["accept_length"]
-        depth_losses = [s / max(r, 1) for s, r in zip(figures[1 : 1 + args.ttt_steps], figures[1 + args.ttt_steps :], strict=True)]
-        bar.update(1, f"loss {figures[0]:.3f}, {progress['tokens'] / progress['seconds']:.0f} tokens/s"
-                      f"{f', best accept length {best:.3f}' if best else ''}")
-        log({"step": step + 1, "epoch": int(ends[step]) // len(train_samples), "loss": figures[0], "depth_losses": depth_losses,
-             "lr": args.lr * share, "grad_norm": norm.item(), "tokens": tokens,
-             "tokens_per_second": progress["tokens"] / progress["seconds"], "waiting": progress["waited"] / progress["seconds"],
-             "seconds_left": bar.seconds_left()})
+            labels = max(int(shards.index[chosen, 5].sum()), 1)
+            share = schedule(order.place(progress), steps, args.warmup)
+            for optimizer, peak in zip(optimizers, (args.lr, args.muon_lr), strict=False):
+                for group in optimizer.param_groups:
+                    group["lr"] = peak * share
+            figures = torch.zeros(1 + 2 * args.ttt_steps, device=device)  # loss, cross entropy sums, rows
+            for number, batch in enumerate(batches):
+                together = sharded or number == len(batches) - 1
+                with nullcontext() if together else accelerator.no_sync(model):
+                    with accelerator.autocast():
+                        loss, sums, rows = model(batch, accelerator.num_processes / labels)  # gradients are averaged: undone here
+                    loss.backward()  # not accelerate's, which divides by a number of its own configuration
+                figures += torch.cat([loss.detach()[None] / accelerator.num_processes, sums.detach(), rows.to(device)])
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters.values()])
+            norm = norm.full_tensor() if sharded else norm
+            if not torch.isfinite(norm):
+                raise Failed(f"the gradient of step {step + 1} is not finite (norm {norm}): {DIVERGED}")
+            if norm > args.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(parameters.values(), args.max_grad_norm, norm)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            figures = accelerator.reduce(figures).tolist()
+            tokens = int(shards.index[chosen, 2].sum())
+            progress |= {"step": step + 1, "tokens": progress["tokens"] + tokens, "loss": figures[0], **position}
+            progress["seconds"] = spent_before + time.monotonic() - start - paused
+            best = progress["best"] and progress["best"]["accept_length"]
+            depth_losses = [s / max(r, 1) for s, r in zip(figures[1 : 1 + args.ttt_steps], figures[1 + args.ttt_steps :], strict=True)]
+            bar.update(1, f"loss {figures[0]:.3f}, {progress['tokens'] / progress['seconds']:.0f} tokens/s"
+                          f"{f', best accept length {best:.3f}' if best else ''}")
+            log({"step": step + 1, "epoch": order.epoch(step), "loss": figures[0], "depth_losses": depth_losses,
+                 "lr": args.lr * share, "grad_norm": norm.item(), "tokens": tokens,
+                 "tokens_per_second": progress["tokens"] / progress["seconds"], "waiting": progress["waited"] / progress["seconds"],
+                 "seconds_left": bar.seconds_left()})
 
-        moment = time.monotonic()
-        final = step + 1 == steps
-        improved, saving = False, final or (step + 1) % save_every == 0
-        if final or (step + 1) % every == 0:
-            progress["last"] = measure()
-            length = progress["last"]["accept_length"]
-            improved = length is None or best is None or length >= best  # of equals the later, which has learnt more
-        if improved:
-            progress["best"] = progress["last"]
-        if improved or saving:
-            store(improved, saving)
-        paused += time.monotonic() - moment
+            moment = time.monotonic()
+            saving = (step + 1) % save_every == 0 or args.follow and order.due(progress["block"])
+            saved = step + 1 if saving else saved
+            look((step + 1) % every == 0, saving)
+            paused += time.monotonic() - moment
+    finally:
+        if args.follow:
+            order.close()  # a wait for the next shard
+        loader.shutdown()
+    if not progress["step"]:
+        raise UserError(f"none of the samples of {args.shards} could be trained on")
+    look(not progress["last"] or progress["last"]["step"] < progress["step"], saved < progress["step"])
+    if args.follow:
+        order.acknowledge(progress["block"], finished=True)
     bar.close()
-    loader.shutdown()
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         lock.close()
@@ -429,54 +463,13 @@ def main():
         training_block["warnings"].append("no step was better than the checkpoint that it began from; lower --lr and --muon-lr")
         say(f"warning: {training_block['warnings'][-1]}")
     return {
-        "steps": progress["step"], "epochs": epochs, "tokens": progress["tokens"], "loss": progress["loss"],
+        "steps": progress["step"], "epochs": order.epochs, "tokens": progress["tokens"], "loss": progress["loss"],
         "accept_length": best["accept_length"], "acceptance": best["acceptance"], "best_step": best["step"],
         "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "remapped": remapped, "start": probed,
         "coverage": covered, "coverage_heldout": unseen, "tokens_per_second": progress["tokens"] / max(progress["seconds"], 1e-9),
         "seconds": progress["seconds"], "batch_tokens": args.batch_tokens, "lr": args.lr, "processes": accelerator.num_processes,
         "warnings": training_block["warnings"], "out": str(out),
     }
-
-
-def plan_steps(lengths, samples, args):
-    """(order int32 [n], ends int64 [steps + 1]): step s takes the samples order[ends[s] : ends[s + 1]], epoch after epoch.
-
-    It depends on the seed and the data alone. lengths: int64 [S] tokens of every sample; samples: those to train on.
-    """
-    orders, ends, count = [], [0], len(samples)
-    if args.max_steps is None and args.epochs * count > 2 * 10**8:
-        raise UserError(f"--epochs {args.epochs} over {count} samples are too many to plan; give --max-steps as well")
-    for epoch in range(args.epochs):
-        order = np.random.default_rng([args.seed, epoch]).permutation(samples.astype(np.int32))
-        orders.append(order)
-        tokens = lengths[order]
-        start = np.cumsum(tokens) - tokens  # int64 [n] tokens before each sample
-        middle = start + tokens / 2
-        first = 0
-        while first < count:  # a step ends before the sample of which less than half would fit, and holds at least one
-            first = max(first + 1, int(middle.searchsorted(start[first] + args.batch_tokens, side="right")))
-            ends.append(epoch * count + first)
-            if len(ends) > (args.max_steps or math.inf):
-                return np.concatenate(orders), np.array(ends)
-    return np.concatenate(orders), np.array(ends)
-
-
-def share_out(samples, lengths, parts):
-    """Split samples into `parts` lists of about equal tokens; the same split wherever it is computed."""
-    shares, loads = [[] for _ in range(parts)], [0] * parts
-    for number in np.argsort(-lengths, kind="stable"):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(int(samples[number]))
-        loads[lightest] += int(lengths[number])
-    return shares
-
-
-def schedule(step, steps, warmup):
-    """Share of the peak learning rate at 0-based `step`: linear warm-up, then cosine to zero."""
-    rising = max(1, round(steps * warmup))
-    if step < rising:
-        return (step + 1) / rising
-    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
 
 
 if __name__ == "__main__":

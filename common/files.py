@@ -19,7 +19,7 @@ os.umask(UMASK)
 def replace_file(path, write):
     """`write(temporary path)`, flush it to disk, then rename it to `path`."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name[:60]}.tmp-{os.getpid()}")  # names end at 255 bytes
     try:
         try:
             write(temporary)
@@ -42,7 +42,7 @@ def replace_folder(path, fill):
     The new one is whole on disk before the old one moves; a reader sees the one, the other, or for an instant none.
     """
     path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
-    temporary, old = (path.with_name(f".{path.name}{what}.tmp-{os.getpid()}") for what in ("", "-old"))
+    temporary, old = (path.with_name(f".{path.name[:60]}{what}.tmp-{os.getpid()}") for what in ("", "-old"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:

@@ -11,13 +11,13 @@ from collections import Counter
 
 from torch import distributed
 
-from common.cli import RANK, Failed, UserError, say
-from common.files import STRAY, TEMPORARY, lock_folder, read_json, sha256_file, sha256_json, write_json
-from common.shards import MANIFEST, read_manifest, shard_name
+from common.cli import RANK, Failed, UserError, human_bytes, say
+from common.files import STRAY, TEMPORARY, lock_folder, read_json, sha256_file, write_json
+from common.shards import ACKNOWLEDGED, FREE, MANIFEST, first_unread, read_manifest, settings_sha256, shard_name
 
-FLAGS = {"dtype": "--store", "compute_dtype": "--dtype", "stored": "--teacher", "data_sha256": "--data and --limit, with hash"}
+FLAGS = {"dtype": "--store", "compute_dtype": "--dtype", "stored": "--teacher", "data_sha256": "--data and --limit, with hash",
+         "max_disk_gb": "--max-disk-gb"}
 COUNTS = ("rows", "samples", "bytes", "supervised_tokens", "heldout_samples")
-FREE = {"batches", "run", "done", "complete", "versions", "shards", "empty_blocks", "forced", "format", "target"}  # may change later
 
 
 def check_same(begun, manifest, args):
@@ -46,9 +46,8 @@ def check_same(begun, manifest, args):
 
 def agree(manifest):
     """All processes of a command: give the manifest the `run` of rank 0. Raises UserError where their settings or data differ."""
-    settings = sha256_json({key: value for key, value in manifest.items() if key not in FREE - {"target"}})
     everyone = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, (manifest["run"], settings))  # accelerate's gathers nothing on CPUs
+    distributed.all_gather_object(everyone, (manifest["run"], settings_sha256(manifest)))  # accelerate's gathers nothing on CPUs
     if len({found for _, found in everyone}) > 1:
         raise UserError("the processes of this command have different settings, data or targets; give all of them the same")
     manifest["run"] = everyone[0][0]
@@ -81,11 +80,47 @@ def begin(manifest, begun, args):
         if len({entry["block"] for entry in entries}) < len(listed(begun)):
             raise UserError(f"{args.out / MANIFEST} lists shards that cannot be this extraction's ({len(listed(begun)) - len(entries)} "
                             f"entries, or one twice): it was changed after it was written; restore it, or give another --out")
-        add(manifest, [entry for entry in entries + journals(args.out, blocks) if whole(entry, args)])
+        gone = range(manifest["planned"].get("heldout_blocks", 0), remove_read(args.out, manifest))
+        add(manifest, [entry for entry in entries + journals(args.out, blocks) if entry["block"] in gone or whole(entry, args)])
     fcntl.flock(lock, fcntl.LOCK_SH)
     save(manifest, args.out)
     remove_journals(args.out)
     return lock
+
+
+def remove_read(out, manifest):
+    """With --max-disk-gb: remove the shards that the training which follows has acknowledged. Returns the first block that it may
+    still read."""
+    planned = manifest["planned"]
+    if "room" not in planned:
+        return 0
+    first = first_unread(out, planned)
+    gone = set(map(shard_name, range(planned["heldout_blocks"], first)))
+    for path in out.glob("shard-*.safetensors"):
+        if path.name in gone:
+            path.unlink(missing_ok=True)  # another process may be faster
+    return first
+
+
+def wait_for_room(manifest, block, out):
+    """With --max-disk-gb: wait until the shards from the first unread one to `block` fit. All is decided by planned bytes, so that
+    processes need not ask each other. Raises Failed when the training has ended before."""
+    planned, spoke = manifest["planned"], time.monotonic() - 55  # a short wait needs no words
+    while "room" in planned and block >= planned["heldout_blocks"]:
+        first = remove_read(out, manifest)
+        if sum(planned["block_bytes"][first : block + 1]) <= planned["room"]:
+            return
+        if first > planned["heldout_blocks"] and read_json(out / ACKNOWLEDGED).get("finished"):
+            raise Failed(f"the training that follows has ended with {first - planned['heldout_blocks']} of "
+                         f"{planned['blocks'] - planned['heldout_blocks']} shards read, as its --max-steps said; no more are made")
+        if time.monotonic() - spoke > 60:
+            spoke = time.monotonic()
+            waiting = human_bytes(sum(planned["block_bytes"][first:block]))
+            say(f"paused: shards of up to {waiting} wait for train_drafter.py --follow to read them")
+        if RANK == 0 and (found := journals(out, planned["blocks"], manifest["run"])):
+            add(manifest, found)
+            save(manifest, out)
+        time.sleep(0.5)
 
 
 def whole(entry, args):

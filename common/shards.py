@@ -21,7 +21,8 @@ STORE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3
 ROWS = ("input_ids", "loss_mask", "aux_hidden_states", "aux_scale", "last_hidden_state", "last_scale", "target_argmax")
 TEACHER = ("teacher_rows", "teacher_ids", "teacher_logprobs")
 SCALES = {"aux_hidden_states": "aux_scale", "last_hidden_state": "last_scale"}
-MANIFEST = "manifest.json"
+MANIFEST, ACKNOWLEDGED = "manifest.json", "acknowledged.json"
+FREE = {"batches", "run", "done", "complete", "versions", "shards", "empty_blocks", "forced", "format", "target"}  # may change later
 REQUIRED = {"target": dict, "layers": list, "shards": list, "planned": dict, "complete": bool, "tokenizer_sha256": str, "data_sha256": str,
             "special_ids": dict, "empty_blocks": list, "stored": list, "block_lines": int, "template_kwargs": dict,
             "sources": list}
@@ -31,15 +32,17 @@ def _all(kind, values):
     return all(type(value) is kind for value in values)
 
 
+FOLLOWED = ("room", "heldout_blocks", "samples", "tokens", "heldout_tokens", "heldout_samples")  # of `planned` with --max-disk-gb
 USABLE = {  # what is asked of an entry beyond its type
     "target": lambda target: _all(str, map(target.get, ("name", "tensors_sha256", "text_config_sha256")))
     and _all(int, map(target.get, ("vocab_size", "hidden_size", "num_layers"))) and isinstance(target.get("text_config"), dict),
     "layers": lambda layers: _all(int, layers) and len(layers) == 3 and 0 < layers[0] < layers[1] < layers[2],
     "shards": lambda shards: all(isinstance(entry, dict) and _all(str, map(entry.get, ("file", "sha256")))
-                                 and _all(int, map(entry.get, ("bytes", "rows", "samples"))) for entry in shards),
+                                 and _all(int, map(entry.get, ("block", "bytes", "rows", "samples"))) for entry in shards),
     "stored": lambda stored: {"aux_hidden_states", "target_argmax"} <= set(map(str, stored)) <= {*ROWS, *TEACHER},
     "block_lines": lambda lines: type(lines) is int and lines > 0,
-    "planned": lambda planned: type(planned.get("blocks")) is int,
+    "planned": lambda planned: type(planned.get("blocks")) is int and ("room" not in planned or _all(int, map(planned.get, FOLLOWED))
+                                                                       and _all(int, planned.get("block_bytes") or [None])),
     "special_ids": lambda special: isinstance(special.get("eos"), list) and _all(int, special["eos"])
     and isinstance(special.get("chat"), dict) and all(number is None or type(number) is int for number in special["chat"].values()),
     "sources": lambda sources: _all(str, sources) and sources,
@@ -72,8 +75,9 @@ def write_shard(folder, block, samples):
     file = Path(folder) / shard_name(block)
     replace_file(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     return {
-        "file": file.name, "samples": len(samples), "rows": sum(lengths), "bytes": file.stat().st_size, "sha256": sha256_file(file),
-        "supervised_tokens": int(tensors["loss_mask"].sum()), "heldout_samples": int(tensors["heldout"].sum()),
+        "file": file.name, "block": block, "samples": len(samples), "rows": sum(lengths), "bytes": file.stat().st_size,
+        "sha256": sha256_file(file), "supervised_tokens": int(tensors["loss_mask"].sum()),
+        "heldout_samples": int(tensors["heldout"].sum()),
     }
 
 
@@ -104,54 +108,83 @@ def store_states(states, parts, dtype):
 
 
 class Shards:
-    """A finished folder of shards: the manifest, an index of all samples, and their tensors read on demand.
+    """A folder of shards: the manifest, an index of the samples, and their tensors read on demand.
 
     `index` has one row a sample, in the order stored: shard, first row, length, heldout, source, and labels, the number of
     supervised tokens that a drafter can predict (the first two of a sample it never does).
     """
 
-    def __init__(self, folder, verify=False):
-        """verify: check every file's hash, too, which reads all of them."""
-        self.folder = Path(folder)
+    def __init__(self, folder, verify=False, first=None):
+        """verify: check every file's hash, too, which reads all of them. first: of an extraction with --max-disk-gb, finished or not,
+        open the held-out shards and so many of the others; default all of a finished one."""
+        self.folder, self.verify = Path(folder), verify
         if not self.folder.is_dir():
             raise UserError(f"{folder} is no folder of shards; extract_hidden_states.py makes one")
         if not (self.folder / MANIFEST).exists():
             raise UserError(f"{folder} holds no {MANIFEST}; give a folder that extract_hidden_states.py made")
         self.manifest = read_manifest(self.folder)
-        if not self.manifest["complete"]:
-            raise UserError(f"{folder} is not finished ({len(self.manifest['shards'])} of {self.manifest['planned']['blocks']} blocks); "
-                            f"give the extraction's command again and it goes on")
-        self.files, self.teacher_rows = [], []
-        parts = []
-        for number, entry in enumerate(self.manifest["shards"]):
-            file = self._open(entry, verify)
-            self.files.append(file)
-            if "teacher_ids" in self.manifest["stored"]:
-                self.teacher_rows.append(file.get_tensor("teacher_rows").numpy())
-            bounds = file.get_tensor("cu_seqlens").numpy()
-            mask = np.concatenate([[0], np.cumsum(file.get_tensor("loss_mask").numpy(), dtype=np.int64)])
-            parts.append(np.stack([
-                np.full(len(bounds) - 1, number), bounds[:-1], np.diff(bounds), file.get_tensor("heldout").numpy(),
-                file.get_tensor("source_ids").numpy(), mask[bounds[1:]] - mask[np.minimum(bounds[:-1] + 2, bounds[1:])],
-            ], axis=1).astype(np.int64))
+        planned, entries = self.manifest["planned"], self.manifest["shards"]
+        self.followed = "room" in planned
+        if self.followed and first is not None:
+            blocks = planned["heldout_blocks"] + first
+            found = sum(entry["block"] < blocks for entry in entries + self.manifest["empty_blocks"])
+            if found < min(blocks, planned["blocks"]):
+                raise UserError(f"{found} of the {blocks} first shards that are wanted of {folder} are finished; wait for the others")
+            entries = [entry for entry in entries if entry["block"] < blocks]
+        elif not self.manifest["complete"]:
+            raise UserError(f"{folder} is not finished ({len(entries)} of {planned['blocks']} blocks); give the extraction's command "
+                            f"again and it goes on")
+        read = range(planned["heldout_blocks"], first_unread(self.folder, planned)) if self.followed else ()
+        if gone := sum(entry["block"] in read and not (self.folder / entry["file"]).exists() for entry in entries):
+            raise UserError(f"{folder} lacks {gone} of its shards, which were removed after the training that follows had read them; its "
+                            f"held-out part stays: extract again without --max-disk-gb for all of them")
+        self.entries, self.files, self.teacher_rows = [], [], []
+        parts = [np.zeros((0, 6), dtype=np.int64), *(self._read(entry) for entry in entries)]
         listed = {entry["file"] for entry in self.manifest["shards"]}
         if foreign := sorted(file.name for file in self.folder.glob("shard-*.safetensors") if file.name not in listed):
             say(f"{self.folder / foreign[0]} is not listed in the manifest and is not read ({len(foreign)} such files)")
-        self.index = np.concatenate(parts) if parts else np.zeros((0, 6), dtype=np.int64)
-        if not len(self.index):
+        self.index = np.concatenate(parts)
+        if not len(self.index) and first is None:
             raise UserError(f"{folder} holds no samples")
-        if self.index[:, 4].max() >= len(self.manifest["sources"]):
-            raise UserError(f"{folder} holds samples of source {self.index[:, 4].max()}, its {MANIFEST} names "
-                            f"{len(self.manifest['sources'])}; it was changed after it was written: extract again")
 
-    def _open(self, entry, verify):
+    def extend(self, entry):
+        """Open a shard that has been written since; its samples are numbered on, int64 [n]."""
+        before = len(self.index)
+        self.index = np.concatenate([self.index, self._read(entry)])
+        return np.arange(before, len(self.index))
+
+    def close(self, block):
+        """Let go of the shards before `block` that are not held out: only then is their place on the disk free."""
+        for number, entry in enumerate(self.entries):
+            if self.manifest["planned"]["heldout_blocks"] <= entry["block"] < block:
+                self.files[number] = self.teacher_rows[number] = None
+
+    def _read(self, entry):
+        """Open a shard; its rows of the index, int64 [n, 6]."""
+        file = self._open(entry)
+        self.entries.append(entry)
+        self.files.append(file)
+        compact = "teacher_ids" in self.manifest["stored"]
+        self.teacher_rows.append(file.get_tensor("teacher_rows").numpy().copy() if compact else None)
+        bounds = file.get_tensor("cu_seqlens").numpy()
+        mask = np.concatenate([[0], np.cumsum(file.get_tensor("loss_mask").numpy(), dtype=np.int64)])
+        rows = np.stack([
+            np.full(len(bounds) - 1, len(self.files) - 1), bounds[:-1], np.diff(bounds), file.get_tensor("heldout").numpy(),
+            file.get_tensor("source_ids").numpy(), mask[bounds[1:]] - mask[np.minimum(bounds[:-1] + 2, bounds[1:])],
+        ], axis=1).astype(np.int64)
+        if rows[:, 4].max(initial=0) >= len(self.manifest["sources"]):
+            raise UserError(f"{self.folder} holds samples of source {rows[:, 4].max()}, its {MANIFEST} names "
+                            f"{len(self.manifest['sources'])}; it was changed after it was written: extract again")
+        return rows
+
+    def _open(self, entry):
         path = self.folder / entry["file"]
         if not path.exists():
             raise UserError(f"{path} is listed in the manifest and missing; extract again or restore it")
         size = path.stat().st_size
         if size != entry["bytes"]:
             raise UserError(f"{path} has {size} bytes, the manifest says {entry['bytes']}; restore it or extract it again")
-        if verify and (found := sha256_file(path)) != entry["sha256"]:
+        if self.verify and (found := sha256_file(path)) != entry["sha256"]:
             raise UserError(f"{path} has hash {found}, the manifest says {entry['sha256']}: it is damaged; the extraction's command with "
                             f"--verify makes it again")
         try:
@@ -169,8 +202,8 @@ class Shards:
 
     @property
     def sha256(self):
-        """Hash of all shards' content, as the manifest states it."""
-        return sha256_json([entry["sha256"] for entry in self.manifest["shards"]])
+        """Hash of all shards' content, as the manifest states it; with --max-disk-gb, of what decides that content."""
+        return settings_sha256(self.manifest) if self.followed else sha256_json([entry["sha256"] for entry in self.entries])
 
     @property
     def heldout(self):
@@ -200,7 +233,7 @@ class Shards:
             for name, empty in (("teacher_ids", -1), ("teacher_logprobs", -torch.inf)):
                 found = file.get_slice(name)[low:high]
                 tensors[name] = found.new_full((length, found.shape[1]), empty).index_copy_(0, own, found)
-        where = f"{self.folder / self.manifest['shards'][shard]['file']}, rows {first}..{first + length - 1} (sample {number})"
+        where = f"{self.folder / self.entries[shard]['file']}, rows {first}..{first + length - 1} (sample {number})"
         size = self.manifest["target"]["vocab_size"]
         for name in {"input_ids", "target_argmax", "teacher_ids"} & tensors.keys():
             low, high = tensors[name].aminmax()
@@ -250,6 +283,25 @@ def read_manifest(folder):
         raise UserError(f"{folder}/{MANIFEST} states layers {manifest['layers']} of a target with {manifest['target']['num_layers']}; it "
                         f"was changed after it was written: extract again")
     return manifest
+
+
+def settings_sha256(manifest):
+    """Hash of all that an extraction is begun with and that never changes afterwards."""
+    target = [manifest["target"][key] for key in ("tensors_sha256", "text_config_sha256")]
+    return sha256_json([target, {key: value for key, value in manifest.items() if key not in FREE}])
+
+
+def first_unread(folder, planned):
+    """With --max-disk-gb: the first block that the training which follows may still read. Those before it, but for the held-out ones,
+    are acknowledged and removed."""
+    path = Path(folder) / ACKNOWLEDGED
+    if not path.exists():
+        return planned["heldout_blocks"]
+    block = read_json(path).get("blocks")
+    if type(block) is not int or not planned["heldout_blocks"] <= block <= planned["blocks"]:
+        raise UserError(f"{path} acknowledges {block} blocks, {planned['heldout_blocks']}..{planned['blocks']} are possible; it is of "
+                        f"another extraction or was edited: restore it")
+    return block
 
 
 def open_shards_target(shards, name=None, revision=None, trust_remote_code=False):

@@ -110,14 +110,17 @@ def remap(drafter, own, rows, head):
 def covered_share(args, rows, promise, shards, evaluation, warnings):
     """(coverage of the supervised tokens that are trained on, of the held-out ones or None), for target ids `rows`.
 
-    Raises UserError where the map covers nothing, or clearly less than its facts, `promise`, say.
+    With --follow nothing that is trained on is there yet: the first is None, and the held-out ones are what is checked. Raises UserError
+    where the map covers nothing, or clearly less than its facts, `promise`, say.
     """
     if rows is None:
         return 1.0, 1.0 if args.eval_shards or shards.heldout.any() else None
     counted, aside = shards.supervised_counts()
     if args.eval_shards:
         counted, aside = counted + aside, sum(evaluation.supervised_counts())
-    covered, unseen = coverage(counted, rows.numpy()), coverage(aside, rows.numpy())
+    covered, unseen = coverage(aside if args.follow else counted, rows.numpy()), coverage(aside, rows.numpy())
+    if covered is None:
+        raise UserError("--follow with a reduced draft vocabulary needs held-out samples, or --eval-shards, to see what the map covers")
     if not covered:
         raise UserError("no supervised token is in the draft vocabulary: the map was counted on other data; make one for these shards")
     what = f"the map {args.vocab_map}" if args.vocab_map else f"the draft vocabulary of {args.checkpoint}"
@@ -126,7 +129,7 @@ def covered_share(args, rows, promise, shards, evaluation, warnings):
         warnings.append(f"{what} states no coverage: nothing was compared with the {covered:.2%} that it covers here")
     if covered < 0.5 or len(rows) == 1:
         warnings.append(f"the draft vocabulary of {len(rows)} covers {covered:.2%} of the supervised tokens: little can be drafted")
-    return covered, unseen
+    return None if args.follow else covered, unseen
 
 
 def start_from_scratch(drafter, target, head, map_rows, init_layer):

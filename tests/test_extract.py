@@ -100,7 +100,7 @@ def test_every_row_is_accounted_for_and_ids_do_not_move(tmp_path, monkeypatch, t
     assert summary["skipped"] == {"empty": 1, "no answer": 1, "malformed": 1, "no supervised token": 1}
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["complete"] and manifest["done"]["tokens"] == summary["tokens"] == sum(len(t["input_ids"]) for t in tensors)
-    assert manifest["sources"] == ["", "b"] and manifest["planned"] == {"lines": 9, "blocks": 9}
+    assert manifest["sources"] == ["", "b"] and manifest["planned"] == {"lines": 9, "blocks": 9, "samples": 4, "tokens": 124}
     assert manifest["special_ids"] == {"eos": [2], "chat": {"<|im_start|>": 1, "<|im_end|>": 2}}
     assert summary["bytes_per_token"] == 4 * 64 * 2 + 9
 

@@ -19,6 +19,7 @@ import common.cli
 import common.ttt
 import train_drafter
 from common.cli import Progress, UserError
+from common.order import plan_steps
 from common.target import Target
 from tests.scripts import call, make_work
 
@@ -178,10 +179,10 @@ def test_steps_take_samples_in_a_random_order_up_to_the_size(max_steps):
                 tokens = 0
             wanted[-1].append(sample)
             tokens += lengths[sample]
-    order, ends = train_drafter.plan_steps(lengths, samples, args)
+    order, ends = plan_steps(lengths, samples, args)
     assert [list(order[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True)] == wanted[:max_steps]
     args = SimpleNamespace(epochs=1, seed=0, batch_tokens=10, max_steps=None)
-    assert list(train_drafter.plan_steps(np.array([900, 5, 900]), np.arange(3), args)[1]) == [0, 1, 2, 3]  # longer than a step
+    assert list(plan_steps(np.array([900, 5, 900]), np.arange(3), args)[1]) == [0, 1, 2, 3]  # longer than a step
 
 
 def test_only_the_runs_own_files_are_removed(work, tmp_path):
