@@ -19,38 +19,15 @@ from common.corpus import add_data_arguments, longest_sample, prepare
 from common.drafter import load_drafter, save_drafter
 from common.figures import check_plot
 from common.files import TEMPORARY, check_output_folder, read_json, replace_folder, sha256_file
-from common.plan import (
-    check_fits,
-    coverage_by_source,
-    coverage_curve,
-    expected_lengths,
-    head_costs,
-    layer_multiply_adds,
-    plot_vocabulary,
-    predict,
-    pruned,
-)
+from common.plan import check_fits, coverage_by_source, coverage_curve, expected_lengths, head_costs, plot_vocabulary, predict, pruned
 from common.rendering import Renderer, chat_ids
 from common.sampling import end_ids, stop_ids
 from common.shards import Shards, check_shards, open_shards_target, other_template
 from common.target import chat_template_sha256, load_tokenizer, open_target, tokenizer_sha256
-from common.vocab import (
-    MAP_FILE,
-    MAP_FILES,
-    check_size,
-    choose_rows,
-    count_ids,
-    coverage,
-    load_map,
-    map_sha256,
-    ranking,
-    rows_to_d2t,
-    save_map,
-    shortened,
-)
+from common.vocab import MAP_FILE, MAP_FILES, check_size, count_ids, load_map, map_sha256, ranking, rows_to_d2t, save_map, shortened
 
 TARGET_KEYS = ("name", "tensors_sha256", "text_config_sha256", "vocab_size", "hidden_size")
-MADE_OF = ("shards_sha256", "data_sha256", "tokenizer_sha256", "chat_template_sha256", "template_kwargs", "max_length")
+MADE_OF = ("shards_sha256", "data_sha256", "tokenizer_sha256", "chat_template_sha256", "template_kwargs", "max_length", "heldout", "system")
 MARKERS = {"tool calls": ("tool", "function"), "thinking": ("think", "channel")}  # parts of chat tokens, by what they are for
 
 
@@ -105,8 +82,7 @@ def parse_arguments():
         help="replace a map that was made of other shards or another size, and prune or pilot a drafter of another target; default: refuse")
     args = parser.parse_args()
     args.regenerate = False
-    counted = [name for name, value in (("--shards", args.shards), ("--data", args.data), ("--from-checkpoint", args.from_checkpoint),
-                                        ("--vocab-map", args.vocab_map)) if value]
+    counted = [f"--{key.replace('_', '-')}" for key in ("shards", "data", "from_checkpoint", "vocab_map") if getattr(args, key)]
     if len(counted) != 1:
         raise UserError(f"{' and '.join(counted) or 'nothing'} given: one of --shards, --data, --from-checkpoint, and with --prune also "
                         f"--vocab-map, is wanted, where the vocabulary comes from")
@@ -140,7 +116,10 @@ def main():
     args = parse_arguments()
     if args.from_checkpoint:
         return write_own_map(args)
-    drafter = open_full(args.prune) if args.prune else None
+    drafter, reduced = load_drafter(args.prune) if args.prune else (None, None)
+    if reduced is not None:
+        raise UserError(f"--prune {args.prune} has {len(reduced)} of {drafter.config['vocab_size']} rows already; give a drafter that was "
+                        f"trained with --draft-vocab full")
     if args.vocab_map:
         rows, facts = load_map(args.vocab_map)
         if not {*TARGET_KEYS} <= (facts.get("target") or {}).keys():
@@ -152,10 +131,10 @@ def main():
         warnings += check_fits(args.prune, drafter, facts["target"], facts.get("tokenizer_sha256"), args.force)
         warnings += other_template(drafter.config.get("training") or {}, facts, args.vocab_map, f"the drafter {args.prune}")
         warn(warnings)
-        return write(args, args.out, drafter, rows, facts, warnings)
+        return write(args, args.out, drafter, rows, {**facts, "warnings": warnings})
 
     corpus = open_shards(args) if args.shards else open_data(args)
-    vocab_size, hidden = corpus.target["vocab_size"], corpus.target["hidden_size"]
+    vocab_size = corpus.target["vocab_size"]
     sizes = parse_sizes(args.draft_vocab, vocab_size)
     outs = [args.out] if len(sizes) == 1 else [args.out / str(size) for size in sizes]
     if len(sizes) > 1:
@@ -175,8 +154,10 @@ def main():
         raise UserError(f"{args.shards or args.data} holds no supervised token outside the held-out samples: there is nothing to count")
     forced, missing = forced_ids(corpus.special, vocab_size)
     warn(warnings + missing)
+    if len(forced) > sizes[0]:
+        raise UserError(f"--draft-vocab {sizes[0]} cannot hold the {len(forced)} ids that must be in it (end of sequence and chat tokens)")
     order = ranking(counted, forced)
-    maps = {size: choose_rows(counted, size, forced) for size in sizes}
+    maps = {size: np.sort(order[:size]) for size in sizes}
     say(f"{counted.sum()} supervised tokens counted, {np.count_nonzero(counted)} different ones, {heldout.sum()} held out; "
         f"{len(forced)} ids forced in: {', '.join(f'{name} ({i})' for i, name in forced.items()) or 'none'}")
     points = sorted({2**power for power in range(vocab_size.bit_length()) if len(forced) <= 2**power <= vocab_size} | {*sizes, vocab_size})
@@ -187,27 +168,30 @@ def main():
         lengths = expected_lengths(corpus.shards, target, full_too, args.predict, args.acceptance, pilot)
     made = []
     for out, (size, rows) in zip(outs, maps.items(), strict=True):
+        at, told = points.index(size), warnings + missing
         uncounted = [i for i in rows.tolist() if counted[i] == 0 and i not in forced]
-        if uncounted:
+        if len(uncounted) > size / 2:
+            told = [*told, f"draft vocabulary {size}: only {np.count_nonzero(counted[rows])} of its {size} rows were counted, "
+                           f"{len(uncounted)} are filled by the lowest ids; give a smaller --draft-vocab, or more data"]
+            warn(told[-1:])
+        elif uncounted:
             say(f"draft vocabulary {size}: {len(uncounted)} of its rows were never counted and are filled by the lowest ids "
                 f"({uncounted[0]}..{uncounted[-1]})")
-        at = points.index(size)
         facts = {
             **corpus.facts, "supervised_tokens": int(counted.sum()), "supervised_tokens_heldout": int(heldout.sum()),
-            "distinct_tokens": int(np.count_nonzero(counted)), "coverage": coverage(counted, rows),
-            "coverage_heldout": coverage(heldout, rows), "forced": {str(i): name for i, name in forced.items()}, "filled": len(uncounted),
-            "warnings": warnings + missing, "curve": curve, "prediction": None,
+            "distinct_tokens": int(np.count_nonzero(counted)), **curve[at], "forced": {str(i): name for i, name in forced.items()},
+            "filled": len(uncounted), "warnings": told, "curve": curve, "prediction": None,
             "sources": {name: {key: value[at] if isinstance(value, list) else value for key, value in part.items()}
                         for name, part in sources.items()},
         }
         made.append((out, rows, facts))
-    summaries = [write(args, out, drafter, rows, facts, warnings + missing) for out, rows, facts in made]
-    costs, prediction = head_costs([*sizes, vocab_size], hidden, layer_multiply_adds(corpus.target)), None
+    summaries = [write(args, out, drafter, rows, facts) for out, rows, facts in made]
+    costs, prediction = head_costs([*sizes, vocab_size], corpus.target), None
     print_table(costs, curve, sources, points)
     if args.predict:  # takes minutes: the maps are written before, and again with what was found
         prediction = {"pilot": args.pilot and str(args.pilot), "acceptance": None if pilot else args.acceptance,
                       **predict(corpus.shards, target, full_too, args.predict, lengths, args.dtype, args.trust_remote_code)}
-        summaries = [write(args, out, drafter, rows, {**facts, "prediction": prediction}, warnings + missing) for out, rows, facts in made]
+        summaries = [write(args, out, drafter, rows, {**facts, "prediction": prediction}) for out, rows, facts in made]
         print_prediction(prediction)
     if args.plot:
         name = "/".join(Path(corpus.target["name"]).parts[-2:])
@@ -216,7 +200,7 @@ def main():
     return summaries[0] if len(summaries) == 1 else summaries
 
 
-def write(args, out, drafter, rows, facts, warnings):
+def write(args, out, drafter, rows, facts):
     """Write the map, or with --prune the cut drafter, and return its summary."""
     size, hash_ = len(rows), map_sha256(rows_to_d2t(rows))
     vocab_size, hidden = facts["target"]["vocab_size"], facts["target"]["hidden_size"]
@@ -227,7 +211,7 @@ def write(args, out, drafter, rows, facts, warnings):
                **{key: facts.get(key) for key in MADE_OF}}
         training = {**trained, "draft_vocab": size, "map_sha256": hash_, "coverage": facts.get("coverage"),
                     "coverage_heldout": facts.get("coverage_heldout"), "pruned_from": own, "accept_length": None, "acceptance": None,
-                    "warnings": [*(trained["warnings"] if isinstance(trained.get("warnings"), list) else []), *warnings]}
+                    "warnings": [*(trained["warnings"] if isinstance(trained.get("warnings"), list) else []), *facts["warnings"]]}
         config = finite({**drafter.config, "draft_vocab_size": size, "training": training})
         replace_folder(out, lambda folder: save_drafter(folder, pruned(drafter, rows).state_dict(), config, rows))
     else:
@@ -236,7 +220,7 @@ def write(args, out, drafter, rows, facts, warnings):
             "coverage_heldout": facts.get("coverage_heldout"), "lm_head_params": size * hidden, "lm_head_bytes": 2 * size * hidden,
             "forced": [int(i) for i in facts.get("forced") or ()], "filled": facts.get("filled"), "map_sha256": hash_,
             "sources": facts.get("sources"), "prediction": facts.get("prediction"), "pruned_from": str(args.prune) if drafter else None,
-            "warnings": warnings, "out": str(out)}
+            "warnings": facts["warnings"], "out": str(out)}
 
 
 def open_shards(args):
@@ -245,9 +229,7 @@ def open_shards(args):
     manifest = shards.manifest
     return Corpus(shards.supervised, manifest["sources"], manifest["special_ids"], manifest["target"], {
         "target": {key: manifest["target"][key] for key in TARGET_KEYS}, "source": "shards", "shards": str(args.shards),
-        "shards_sha256": shards.sha256,
-        **{key: manifest.get(key) for key in ("tokenizer_sha256", "chat_template_sha256", "template_kwargs", "data_sha256", "max_length")}},
-        shards)
+        **{key: manifest.get(key) for key in MADE_OF}, "shards_sha256": shards.sha256}, shards)
 
 
 def open_data(args):
@@ -269,7 +251,8 @@ def open_data(args):
     return Corpus(lambda: [(ids, aside.astype(bool), source)], sources, special, facts, {
         "target": {key: facts[key] for key in TARGET_KEYS}, "source": "data", "data": args.data, "shards_sha256": None,
         "tokenizer_sha256": tokenizer_sha256(target.folder), "chat_template_sha256": chat_template_sha256(tokenizer),
-        "template_kwargs": args.template_kwargs, "data_sha256": data_sha256, "max_length": max_length})
+        "template_kwargs": args.template_kwargs, "data_sha256": data_sha256, "max_length": max_length,
+        "heldout": args.heldout, "system": args.system})
 
 
 def check_target(args, made, warnings):
@@ -277,15 +260,6 @@ def check_target(args, made, warnings):
     target = open_shards_target(made, args.target, args.revision, args.trust_remote_code)
     warnings += check_shards(made, target, target.facts(), made.manifest["layers"], args.force)
     return target
-
-
-def open_full(folder):
-    """The full-vocabulary Drafter in `folder`."""
-    drafter, rows = load_drafter(folder)
-    if rows is not None:
-        raise UserError(f"--prune {folder} has {len(rows)} of {drafter.config['vocab_size']} rows already; give a drafter that was trained "
-                        f"with --draft-vocab full")
-    return drafter
 
 
 def write_own_map(args):
@@ -307,7 +281,7 @@ def write_own_map(args):
              "coverage_heldout": trained.get("coverage_heldout")}
     warnings = check_out(args.out, args, len(rows), facts) + check_fits(args.from_checkpoint, drafter, target, tokenizer, args.force)
     warn(warnings)
-    return write(args, args.out, None, rows.numpy(), {**facts, "warnings": warnings}, warnings)
+    return write(args, args.out, None, rows.numpy(), {**facts, "warnings": warnings})
 
 
 def warn(warnings):
@@ -335,8 +309,7 @@ def check_parent(out):
     """Refuse a folder for several maps that holds anything but folders named by a size."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder that is new or empty")
-    names = sorted(entry.name for entry in out.iterdir() if not TEMPORARY.match(entry.name)) if out.is_dir() else []
-    for name in names:
+    for name in sorted(entry.name for entry in out.iterdir() if not TEMPORARY.match(entry.name)) if out.is_dir() else ():
         if not (name.isdigit() and (out / name).is_dir()):
             raise UserError(f"--out {out} holds something else ({name}); several maps want a folder that is new or holds such maps")
 
@@ -355,13 +328,14 @@ def check_out(out, args, size, facts):
     if args.prune and not isinstance(before, dict):
         raise UserError(f"--out {out} holds a drafter that was not made by pruning; give another folder")
     wanted = {**facts, "model_sha256": sha256_file(args.prune / "model.safetensors")} if args.prune else facts
+    stated = {**wanted, **before} if before.get("shards_sha256") else before  # shards' hash says all, also where an older map says less
     compared = [("size", old.get("draft_vocab_size" if args.prune else "draft_vocab"), size),
-                *((key.replace("_sha256", " hash"), before.get(key), wanted.get(key)) for key in (*MADE_OF, "model_sha256"))]
+                *((key.replace("_sha256", " hash"), stated.get(key), wanted.get(key)) for key in (*MADE_OF, "model_sha256"))]
     if not args.prune:
         compared.insert(1, ("target hash", (old.get("target") or {}).get("tensors_sha256"), facts["target"]["tensors_sha256"]))
-    for key, found, wanted in compared:
-        if found != wanted:
-            message = f"--out {out} holds {'a drafter' if args.prune else 'a map'} of another {key} ({found} there, {wanted} here)"
+    for key, found, here in compared:
+        if found != here:
+            message = f"--out {out} holds {'a drafter' if args.prune else 'a map'} of another {key} ({found} there, {here} here)"
             if not args.force:
                 raise UserError(f"{message}; give another folder, or --force to replace it")
             return [f"{message}; replaced by --force"]

@@ -73,7 +73,7 @@ def parse_arguments():
         help="drafted alternatives behind a token; default 1, a chain: cheapest to verify. More draft a tree, as in EAGLE-2")
     add("--draft-tokens", type=positive_int, metavar="N",
         help="tokens of one verification, the root included; default all of a chain, steps + 1; a tree has no default")
-    add("--concurrency", type=positive_ints, default=[1], metavar="N,...",
+    add("--concurrency", type=lambda text: [positive_int(part) for part in text.split(",")], default=[1], metavar="N,...",
         help="prompts decoded at once; several numbers with commas measure each; default 1")
     add("--max-new-tokens", type=positive_int, default=256, metavar="N",
         help="longest answer; default 256: acceptance has settled by then, longer answers only cost time")
@@ -137,10 +137,6 @@ def parse_arguments():
     return args
 
 
-def positive_ints(text):
-    return [positive_int(part) for part in text.split(",")]
-
-
 def main():
     args = parse_arguments()
     shards = Shards(args.shards, args.verify) if args.shards else None
@@ -151,10 +147,9 @@ def main():
     configs = [drafter.config for drafter, _ in loaded]
     layers = [captured_layers(config, target.num_layers, folder) for config, folder in zip(configs, args.drafter, strict=True)]
     facts = target.facts()
-    warnings = check_drafters(args, target, facts, tokenizer, configs)
-    for own, config, folder in zip(layers, configs, args.drafter, strict=True) if shards else ():
+    warnings = check_drafters(args, target, facts, tokenizer, configs, shards)
+    for own in layers if shards else ():
         warnings += check_shards(shards, target, facts, own, args.force)
-        warnings += other_template(config.get("training") or {}, shards.manifest, shards.folder, f"the drafter {folder}")
     prediction, more = read_prediction(args.prediction, facts, args.steps, args.force) if args.prediction else (None, [])
     for warning in (warnings := list(dict.fromkeys(warnings + more))):
         say(f"warning: {warning}")
@@ -210,14 +205,17 @@ def main():
     return summary, code
 
 
-def check_drafters(args, target, facts, tokenizer, configs):
-    """Refuse drafters of other sizes or of another target. Returns what was let pass, in sentences."""
-    warnings = []
+def check_drafters(args, target, facts, tokenizer, configs, shards):
+    """Refuse drafters of other sizes or of another target. Returns what was let pass, in sentences.
+
+    The chat templates of drafters and of shards (None: there are none) are compared with the target's, the odd one is told of once.
+    """
     ours = {"tokenizer_sha256": tokenizer_sha256(target.folder), "chat_template_sha256": chat_template_sha256(tokenizer)}
+    made, where = (shards.manifest, shards.folder) if shards else ({}, None)
+    warnings = other_template(ours, made, where, target.name)
     for folder, config in zip(args.drafter, configs, strict=True):
-        for key, wanted in (("target_hidden_size", target.hidden_size), ("hidden_size", target.hidden_size),
-                            ("vocab_size", target.vocab_size)):
-            if config[key] != wanted:
+        for key in ("target_hidden_size", "hidden_size", "vocab_size"):
+            if config[key] != (wanted := getattr(target, key.removeprefix("target_"))):
                 raise UserError(f"{folder} has {key} {config[key]}, {target.name} needs {wanted}; use the target that it was trained for")
         if args.topk > config["draft_vocab_size"]:
             raise UserError(f"--topk {args.topk} is more than {folder} can draft, {config['draft_vocab_size']} tokens; give at most that")
@@ -227,8 +225,9 @@ def check_drafters(args, target, facts, tokenizer, configs):
             warnings.append(f"{folder} does not say which target it was trained for; only the sizes were compared")
         elif warning := check_same_target(trained["target"], facts, f"drafter {folder} was", args.force):
             warnings.append(f"--force: {warning}")
+        warnings += other_template({key: trained[key] for key in trained.keys() - ours}, made, where, f"the drafter {folder}")
         for key, value in ours.items():
-            if trained.get(key, value) != value:
+            if trained.get(key, value) not in (value, made.get(key, value)):  # where the shards are alike, they are told of
                 warning = (f"{folder} was trained with another {key.removesuffix('_sha256').replace('_', ' ')}: hash "
                            f"{str(trained[key])[:12]} there, {str(value)[:12]} here")
                 if key == "tokenizer_sha256" and not args.force:

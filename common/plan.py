@@ -84,8 +84,9 @@ def layer_multiply_adds(target):
     return sum(weight.numel() for weight in drafter.midlayer.parameters() if weight.dim() == 2)
 
 
-def head_costs(sizes, hidden, layer):
-    """[{draft_vocab, parameters, bytes (bfloat16), share of a drafting step's multiply-adds or None}]."""
+def head_costs(sizes, target):
+    """[{draft_vocab, parameters, bytes (bfloat16), share of a drafting step's multiply-adds or None}]; target: its facts()."""
+    hidden, layer = target["hidden_size"], layer_multiply_adds(target)
     return [{"draft_vocab": size, "parameters": size * hidden, "bytes": 2 * size * hidden,
              "share": None if layer is None else size * hidden / (size * hidden + layer)} for size in sizes]
 

@@ -31,17 +31,6 @@ def ranking(counts, forced):
     return np.concatenate([forced, order[~np.isin(order, forced)]])
 
 
-def choose_rows(counts, size, forced):
-    """The first `size` ids of the ranking, int64 [D], ascending.
-
-    Raises UserError when D is not in 1..V or cannot hold the forced ids.
-    """
-    check_size(size, len(counts))
-    if len(set(forced)) > size:
-        raise UserError(f"--draft-vocab {size} cannot hold the {len(set(forced))} ids that must be in it (end of sequence and chat tokens)")
-    return np.sort(ranking(counts, forced)[:size])
-
-
 def shortened(text):
     return text if len(text) <= 40 else f"{text[:40]}..."
 

@@ -184,12 +184,19 @@ def test_shards_are_simulated_without_a_target_and_asked_as_prompts(folder, tmp_
     told = prune(path, tmp_path / "told", torch.arange(328)[1:], template_kwargs={"thinking": True})
     summary, _ = run_main(monkeypatch, "--drafter", told, "--shards", tmp_path / "shards")
     assert f"the drafter {told} has arguments of the template {{'thinking': True}}" in summary["warnings"][0]
+    manifest_file, odd = tmp_path / "shards" / "manifest.json", "0" * 64  # another chat template is told of once, whose ever it is
+    made = json.loads(manifest_file.read_text())
+    for of_drafter, of_shards in ((odd, made["chat_template_sha256"]), (odd, odd), (made["chat_template_sha256"], odd)):
+        manifest_file.write_text(json.dumps(made | {"chat_template_sha256": of_shards}))
+        told = prune(path, tmp_path / f"{of_drafter[:4]}-{of_shards[:4]}", torch.arange(328)[1:], chat_template_sha256=of_drafter)
+        [warning] = run_main(monkeypatch, "--drafter", told, "--shards", tmp_path / "shards")[0]["warnings"]
+        assert "chat template" in warning and (str(told) in warning) == (of_shards != odd)
+    manifest_file.write_text(json.dumps(made))
     other = make_drafter(tmp_path / "other", target, layers=[1, 3, 6])
     refused(monkeypatch, ("--drafter", other, "--shards", tmp_path / "shards"), "[2, 4, 5]", "[1, 3, 6]")
     refused(monkeypatch, ("--drafter", path, "--shards", tmp_path / "none"), "none is no folder of shards")
     refused(monkeypatch, ("--drafter", path, "--shards", tmp_path / "shards", "--out", tmp_path / "x"), "--out", "--prompts")
-    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text()) | {"tokenizer_sha256": "another"}
-    (tmp_path / "shards" / "manifest.json").write_text(json.dumps(manifest))
+    manifest_file.write_text(json.dumps(made | {"tokenizer_sha256": "another"}))
     arguments = ("--target", folder, "--drafter", path, "--prompts", tmp_path / "shards", "--max-new-tokens", 4)
     refused(monkeypatch, arguments, "tokenizer", "another", "--force")
     summary, _ = run_main(monkeypatch, *arguments, "--force", "--concurrency", 99)

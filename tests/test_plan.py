@@ -19,7 +19,7 @@ from common.training import simulated
 from common.vocab import load_map, map_sha256, rows_to_d2t
 from tests import reference, tiny
 from tests.scripts import call, make_work
-from tests.test_vocab_map import script
+from tests.test_vocab_map import change, refusal, script
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,7 @@ def test_what_a_pruned_drafter_replaces(tmp_path, work):
 
 def test_drafters_that_are_not_pruned(tmp_path, work):
     def refused(drafter, *more):
-        code, summary, stderr = prune(work, tmp_path / "out", 60, drafter, *more)
-        assert code == 2 and summary is None and not (tmp_path / "out").exists()
-        return stderr
+        return refusal(tmp_path / "out", "--shards", work / "shards", "--draft-vocab", 60, "--prune", drafter, *more)
 
     target = open_target(work / "target")
     assert "has 50 of 328 rows already" in refused(tiny.make_drafter(tmp_path / "reduced", target, 50))
@@ -138,8 +136,7 @@ def test_drafters_that_are_not_pruned(tmp_path, work):
 
     config = json.loads((work / "run/config.json").read_text())
     retold = tiny.make_drafter(tmp_path / "retold", target)
-    write_json(retold / "config.json", {**json.loads((retold / "config.json").read_text()),
-                                        "training": {**config["training"], "tokenizer_sha256": "f" * 64}})
+    change(retold / "config.json", training={**config["training"], "tokenizer_sha256": "f" * 64})
     assert "was trained with tokenizer ffffffffffff" in refused(retold)
     assert "ffffffffffff" in prune(work, tmp_path / "retold-cut", 60, retold, "--force")[1]["warnings"][0]
     layers = tiny.make_drafter(tmp_path / "layers", target, layers=[1, 3, 6])
@@ -176,8 +173,7 @@ def test_a_target_that_is_named_beside_shards_or_a_map_is_compared(tmp_path, wor
                  ("--shards", work / "shards", "--draft-vocab", 60, "--predict", 2)):
         for target, words in ((twin, "lm_head and embedding"), (renamed, f"the tokenizer of {renamed} has hash"),
                               ("./no", "./no does not exist")):
-            code, _, stderr = script(*what, "--target", target, "--out", tmp_path / "out")
-            assert code == 2 and words in stderr and not (tmp_path / "out").exists()
+            assert words in refusal(tmp_path / "out", *what, "--target", target)
     code, summary, _ = script("--shards", work / "shards", "--draft-vocab", 60, "--target", work / "target", "--out", tmp_path / "out")
     assert code == 0 and summary["warnings"] == []
     code, summary, _ = script("--shards", work / "shards", "--draft-vocab", 60, "--target", twin, "--out", tmp_path / "out", "--force")
@@ -281,9 +277,7 @@ def test_a_pilots_own_hits_are_what_is_expected(tmp_path, work):
 
 def test_pilots_and_shards_that_predict_nothing(tmp_path, work):
     def refused(shards, *more):
-        code, summary, stderr = script("--shards", shards, "--draft-vocab", "60", "--out", tmp_path / "out", "--predict", 3, *more)
-        assert code == 2 and summary is None and not (tmp_path / "out").exists()
-        return stderr
+        return refusal(tmp_path / "out", "--shards", shards, "--draft-vocab", "60", "--predict", 3, *more)
 
     target = open_target(work / "target")
     other = tiny.make_drafter(tmp_path / "other", open_target(tiny.make_target(tmp_path / "twin", seed=5)))

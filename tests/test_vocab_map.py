@@ -6,20 +6,21 @@ import json
 import sys
 import time
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
-import build_vocab_map
 from common.cli import UserError
 from common.drafter import load_drafter
 from common.files import write_json
+from common.plan import layer_multiply_adds
 from common.rendering import chat_ids
 from common.shards import MANIFEST, Shards, write_shard
 from common.target import load_tokenizer, open_target, tokenizer_sha256
-from common.vocab import check_coverage, check_map, choose_rows, least_coverage, load_map, ranking, save_map
+from common.vocab import check_coverage, check_map, least_coverage, load_map, ranking, save_map
 from tests import tiny
 from tests.scripts import call, shell
 
@@ -52,7 +53,7 @@ def make_shards(folder, blocks, vocab_size=V, special=SPECIAL, sources=("",)):
                 "heldout": heldout,
             })
             line += 1
-        entries.append(write_shard(folder, block, rows))
+        entries.append({"block": block, **write_shard(folder, block, rows)})
     text = transformers.LlamaConfig(vocab_size=vocab_size, hidden_size=HIDDEN, intermediate_size=16, num_attention_heads=2,
                                     num_key_value_heads=1, head_dim=4, num_hidden_layers=8).to_dict()
     write_json(folder / MANIFEST, {
@@ -73,6 +74,18 @@ def script(*arguments):
             return 0, call("build_vocab_map", *arguments), stderr.getvalue()
         except UserError as error:
             return 2, None, stderr.getvalue() + str(error)
+
+
+def refusal(out, *arguments):
+    """What build_vocab_map.py says when it refuses, before it writes anything to `out`."""
+    code, summary, stderr = script(*arguments, "--out", out)
+    assert code == 2 and summary is None and not out.exists()
+    return stderr
+
+
+def change(path, **entries):
+    """Other entries in a file of JSON."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
 def build(shards, out, size, *more):
@@ -120,10 +133,8 @@ def test_map_equals_a_slow_count(tmp_path, shards, size):
 
 def test_equal_counts_take_the_lower_id():
     counts = np.array([1, 5, 5, 5, 0, 7])
-    assert choose_rows(counts, 3, []).tolist() == [1, 2, 5]
-    assert choose_rows(counts, 3, [4]).tolist() == [1, 4, 5]
-    with pytest.raises(UserError, match="cannot hold the 2 ids"):
-        choose_rows(counts, 1, [4, 0])
+    assert ranking(counts, []).tolist() == [5, 1, 2, 3, 0, 4]
+    assert ranking(counts, [4]).tolist() == [4, 5, 1, 2, 3, 0]
 
 
 def test_map_does_not_depend_on_shard_order(tmp_path):
@@ -141,8 +152,12 @@ def test_fewer_distinct_tokens_than_rows_are_filled_by_the_lowest_ids(tmp_path):
     make_shards(tmp_path / "shards", [[([50, 60, 60, 3], [1, 1, 1, 0], 0)]])
     _, summary, stderr = build(tmp_path / "shards", tmp_path / "map", 8)
     assert load_map(tmp_path / "map")[0].tolist() == [0, 1, 2, 3, 50, 60, 95, 97]
-    assert summary["filled"] == 4 and "4 of its rows were never counted" in stderr
+    assert summary["filled"] == 4 and "4 of its rows were never counted" in stderr and summary["warnings"] == []
     assert summary["coverage"] == 1.0 and summary["coverage_heldout"] is None
+    _, summaries, stderr = build(tmp_path / "shards", tmp_path / "maps", "4,9")  # where most rows are such ones, a warning
+    [warning] = summaries[1]["warnings"]
+    assert "only 2 of its 9 rows were counted, 5 are filled by the lowest ids" in warning and f"warning: {warning}\n" in stderr
+    assert load_map(tmp_path / "maps/9")[1]["warnings"] == [warning] and summaries[0]["warnings"] == []
 
 
 def test_what_cannot_be_forced_is_named(tmp_path):
@@ -160,8 +175,7 @@ def test_what_cannot_be_forced_is_named(tmp_path):
     ("9" * 4000, f"--draft-vocab {'9' * 40}... is not in"),
 ])
 def test_sizes_that_are_refused(tmp_path, shards, size, words):
-    code, summary, stderr = build(shards, tmp_path / "map", size)
-    assert code == 2 and summary is None and words in stderr and not (tmp_path / "map").exists()
+    assert words in refusal(tmp_path / "map", "--shards", shards, "--draft-vocab", size)
 
 
 def test_out_may_be_a_link_to_an_earlier_map(tmp_path, shards):
@@ -179,20 +193,16 @@ def test_out_may_be_a_link_to_an_earlier_map(tmp_path, shards):
     ("layers", [2, "4", 5]), ("planned", {}),
 ])
 def test_a_manifest_that_was_changed_is_refused(tmp_path, shards, key, value):
-    manifest = json.loads((shards / MANIFEST).read_text())
-    manifest[key] = {**manifest[key], value[0]: value[1]} if isinstance(value, tuple) else value
-    write_json(shards / MANIFEST, manifest)
-    code, _, stderr = build(shards, tmp_path / "map", 8)
-    assert code == 2 and f"has no usable {key}" in stderr
+    before = json.loads((shards / MANIFEST).read_text())[key]
+    change(shards / MANIFEST, **{key: {**before, value[0]: value[1]} if isinstance(value, tuple) else value})
+    assert f"has no usable {key}" in refusal(tmp_path / "map", "--shards", shards, "--draft-vocab", 8)
 
 
 def test_samples_of_sources_and_layers_that_are_not_there_are_refused(tmp_path, shards):
-    manifest = json.loads((shards / MANIFEST).read_text())
-    write_json(shards / MANIFEST, {**manifest, "layers": [2, 4, 8]})
-    assert "layers [2, 4, 8] of a target with 8" in build(shards, tmp_path / "map", 8)[2]
-    make_shards(tmp_path / "one", [[([1, 2, 3], [1, 1, 1], 0, 1)]])
-    code, _, stderr = build(tmp_path / "one", tmp_path / "map", 8)
-    assert code == 2 and "samples of source 1" in stderr
+    change(shards / MANIFEST, layers=[2, 4, 8])
+    assert "layers [2, 4, 8] of a target with 8" in refusal(tmp_path / "map", "--shards", shards, "--draft-vocab", 8)
+    one = make_shards(tmp_path / "one", [[([1, 2, 3], [1, 1, 1], 0, 1)]])
+    assert "samples of source 1" in refusal(tmp_path / "map", "--shards", one, "--draft-vocab", 8)
 
 
 def test_several_sizes(tmp_path, shards):
@@ -229,15 +239,13 @@ def test_leftovers_of_a_killed_run_are_passed_over_and_a_users_file_is_not(tmp_p
 
 
 def test_nothing_to_count_is_refused(tmp_path):
-    make_shards(tmp_path / "shards", [[([1, 2, 3], [1, 1, 1], 1), ([4, 5], [0, 0], 0)]])
-    code, _, stderr = build(tmp_path / "shards", tmp_path / "map", 8)
-    assert code == 2 and "no supervised token" in stderr
+    shards = make_shards(tmp_path / "shards", [[([1, 2, 3], [1, 1, 1], 1), ([4, 5], [0, 0], 0)]])
+    assert "no supervised token" in refusal(tmp_path / "map", "--shards", shards, "--draft-vocab", 8)
 
 
 def test_ids_beyond_the_target_are_refused(tmp_path):
-    make_shards(tmp_path / "shards", [[([1, V], [1, 1], 0)]])
-    code, _, stderr = build(tmp_path / "shards", tmp_path / "map", 8)
-    assert code == 2 and f"token id {V}" in stderr
+    shards = make_shards(tmp_path / "shards", [[([1, V], [1, 1], 0)]])
+    assert f"token id {V}" in refusal(tmp_path / "map", "--shards", shards, "--draft-vocab", 8)
 
 
 def test_offsets_are_checked_on_load(tmp_path):
@@ -296,8 +304,7 @@ def test_a_map_of_another_byte_order_is_the_same(tmp_path):
 ])
 def test_facts_that_were_changed_are_refused(tmp_path, key, value):
     save_map(tmp_path / "map", np.array([1, 4]), 12, {})
-    facts = json.loads((tmp_path / "map/vocab_map.json").read_text())
-    (tmp_path / "map/vocab_map.json").write_text(json.dumps({**facts, key: value}))
+    change(tmp_path / "map/vocab_map.json", **{key: value})
     with pytest.raises(UserError, match=f"vocab_map.json: {key} is .*, which it never is"):
         load_map(tmp_path / "map")
 
@@ -321,7 +328,7 @@ def test_a_vocabulary_of_163840(tmp_path):
     counted, _ = Shards(tmp_path / "shards").supervised_counts()
     times.append(time.monotonic())
     order = ranking(counted, [163_585, 163_586])
-    rows = choose_rows(counted, 32_000, [163_585, 163_586])
+    rows = np.sort(order[:32_000])
     times.append(time.monotonic())
     code, summary, _ = build(tmp_path / "shards", tmp_path / "map", "8000,16000,32000,64000")
     times.append(time.monotonic())
@@ -341,11 +348,11 @@ def test_command_line(tmp_path, shards):
 
 
 def test_layer_multiply_adds(shards):
-    target = build_vocab_map.Shards(shards).manifest["target"]
+    target = Shards(shards).manifest["target"]
     q, kv, o, mlp = 8 * 16, 2 * 4 * 16, 8 * 8, 3 * 16 * 8
-    assert build_vocab_map.layer_multiply_adds(target) == q + kv + o + mlp
+    assert layer_multiply_adds(target) == q + kv + o + mlp
     target["text_config"] = {"hidden_size": HIDDEN}
-    assert build_vocab_map.layer_multiply_adds(target) is None
+    assert layer_multiply_adds(target) is None
 
 
 @pytest.mark.parametrize("count", [1, 3, 45])
@@ -420,15 +427,34 @@ def test_what_is_cut_off_is_not_counted(tmp_path, target):
 
 
 def test_what_a_map_of_a_file_replaces(tmp_path, target):
-    data = tiny.write_rows(tmp_path / "rows.jsonl", [{"input_ids": [9, 20, 21, 22]}])
+    data = tiny.write_rows(tmp_path / "rows.jsonl", [{"input_ids": [9, 20, 21, 22]}, {"input_ids": [9, 23]}])
     plain = ("--data", data, "--target", target, "--draft-vocab", 8, "--out", tmp_path / "map")
     assert script(*plain)[0] == 0 and script(*plain)[0] == 0
+    for flag, value, words in (("--heldout", 0.5, "heldout (0.05 there, 0.5 here)"), ("--limit", 1, "data hash"),
+                               ("--system", "Be brief.", "system (None there, Be brief. here)")):
+        assert f"another {words}" in script(*plain, flag, value)[2]
     assert "another template_kwargs ({} there, {'a': 1} here)" in script(*plain, "--template-kwargs", '{"a": 1}')[2]
     assert "another max_length (512 there, 9 here)" in script(*plain, "--max-length", 9)[2]
     other = tiny.make_target(tmp_path / "other", chat_template=tiny.CHAT_TEMPLATE + " ")
     assert "another chat_template hash" in script("--target", other, *plain[:2], *plain[4:])[2]
     write_json(tiny.make_target(tmp_path / "other") / "added_tokens.json", {})
     assert "another tokenizer hash" in script("--target", other, *plain[:2], *plain[4:])[2]
+    forget(tmp_path / "map/vocab_map.json", "heldout")  # as before it was written down: what was set aside is not known
+    assert "another heldout (None there, 0.05 here)" in script(*plain)[2] and script(*plain, "--force")[0] == 0
+
+
+def forget(path, key):
+    facts = json.loads(path.read_text())
+    del facts[key]
+    write_json(path, facts)
+
+
+def test_an_older_map_of_the_same_shards_is_replaced(tmp_path, shards):
+    """It does not say what was set aside; the shards' hash does."""
+    change(shards / MANIFEST, heldout=0.2)
+    build(shards, tmp_path / "map", 8)
+    forget(tmp_path / "map/vocab_map.json", "heldout")
+    assert build(shards, tmp_path / "map", 8)[0] == 0 and load_map(tmp_path / "map")[1]["heldout"] == 0.2
 
 
 def reduced(folder, target, size=50, **training):
@@ -456,11 +482,7 @@ def test_a_drafters_own_map(tmp_path, target):
 
 
 def test_drafters_whose_map_is_not_written_out(tmp_path, target):
-    def refused(drafter, *more):
-        code, summary, stderr = script("--from-checkpoint", drafter, "--out", tmp_path / "map", *more)
-        assert code == 2 and summary is None and not (tmp_path / "map").exists()
-        return stderr
-
+    refused = partial(refusal, tmp_path / "map", "--from-checkpoint")
     opened = open_target(target)
     assert "has the full vocabulary, 328 rows" in refused(tiny.make_drafter(tmp_path / "full", opened))
     foreign = tiny.make_drafter(tmp_path / "foreign", opened, 50, training=False)
