@@ -27,7 +27,8 @@ from common.target import chat_template_sha256, load_tokenizer, open_target, tok
 from common.vocab import MAP_FILE, MAP_FILES, check_size, count_ids, load_map, map_sha256, ranking, rows_to_d2t, save_map, shortened
 
 TARGET_KEYS = ("name", "tensors_sha256", "text_config_sha256", "vocab_size", "hidden_size")
-MADE_OF = ("shards_sha256", "data_sha256", "tokenizer_sha256", "chat_template_sha256", "template_kwargs", "max_length", "heldout", "system")
+MADE_OF = ("shards_sha256", "data_sha256", "tokenizer_sha256", "chat_template_sha256", "template_kwargs", "max_length", "heldout", "system",
+           "first_shards")
 MARKERS = {"tool calls": ("tool", "function"), "thinking": ("think", "channel")}  # parts of chat tokens, by what they are for
 
 
@@ -48,6 +49,9 @@ def parse_arguments():
     add("--shards", type=Path, metavar="DIR",
         help="count these shards of extract_hidden_states.py; no default. Their held-out samples are not counted, only covered")
     add("--verify", action="store_true", help="first check the sha256 of every shard; default no: it reads all of them")
+    add("--first-shards", type=positive_int, metavar="N",
+        help="count the first N shards, beside the held-out ones, of an extraction with --max-disk-gb that may still be at work; default "
+             "all of a finished one")
     add("--data", metavar="FILE",
         help="count the answers in this file of JSON lines (- is stdin) instead, as --target's tokenizer and template write them: no model "
              "runs. A drafter is asked for what the target answers: where these answers are not its own, --shards is the better count")
@@ -91,6 +95,8 @@ def parse_arguments():
     idle = [key for key in ("max_length", "heldout", "template_kwargs", "system", "limit") if getattr(args, key) != parser.get_default(key)]
     if idle and not args.data:
         raise UserError(f"--{idle[0].replace('_', '-')} says how --data is read, which is not given; leave it out, or give --data")
+    if args.first_shards and not args.shards:
+        raise UserError("--first-shards says how much of --shards is counted, which is not given; leave it out, or give --shards")
     if args.data and not args.target:
         raise UserError("--data needs --target, whose tokenizer and chat template say what its tokens are")
     if (args.shards or args.data) and not args.draft_vocab:
@@ -225,11 +231,13 @@ def write(args, out, drafter, rows, facts):
 
 def open_shards(args):
     """The Corpus of --shards."""
-    shards = Shards(args.shards, args.verify)
+    shards = Shards(args.shards, args.verify, args.first_shards)
     manifest = shards.manifest
+    if args.first_shards and not shards.followed:
+        raise UserError(f"--first-shards is for an extraction with --max-disk-gb, and {args.shards} was made without; leave it out")
     return Corpus(shards.supervised, manifest["sources"], manifest["special_ids"], manifest["target"], {
         "target": {key: manifest["target"][key] for key in TARGET_KEYS}, "source": "shards", "shards": str(args.shards),
-        **{key: manifest.get(key) for key in MADE_OF}, "shards_sha256": shards.sha256}, shards)
+        **{key: manifest.get(key) for key in MADE_OF}, "shards_sha256": shards.sha256, "first_shards": args.first_shards}, shards)
 
 
 def open_data(args):

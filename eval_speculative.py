@@ -139,7 +139,7 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    shards = Shards(args.shards, args.verify) if args.shards else None
+    shards = Shards(args.shards, args.verify, first=0) if args.shards else None
     target = open_shards_target(shards, args.target, args.revision, args.trust_remote_code) if shards else open_target(
         args.target, args.revision, args.trust_remote_code)
     tokenizer = load_tokenizer(target.folder, args.trust_remote_code)

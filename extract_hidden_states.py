@@ -33,6 +33,7 @@ from common.journal import (
     begin,
     check_same,
     follow,
+    intact,
     journals,
     listed,
     record,
@@ -118,8 +119,9 @@ def main():
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and args.data == "-":
         raise UserError(f"--data - can be read by one process, and there are {processes}; give a file")
-    if args.server_url and args.backend != "sglang":
-        raise UserError("--server-url is for --backend sglang; give that too")
+    for key in ("server_url", "states_folder", "server_arguments"):
+        if getattr(args, key) and args.backend != "sglang":
+            raise UserError(f"--{key.replace('_', '-')} is for --backend sglang; give that too")
     if args.backend == "sglang" and not args.server_url and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise UserError("several processes would each start an SGLang on the same GPUs; start one, with --server-arguments '--tp "
                         "N' for N GPUs, or give --server-url")
@@ -165,32 +167,18 @@ def main():
         planned |= plan_room(by_block, aside_blocks, room, target.hidden_size, args)
     at_most = "at most " if args.regenerate else ""
     say(f"{len(conversations)} of {len(rows)} rows, {at_most}{tokens} tokens, {at_most}{row_bytes:.0f} bytes per token, "
-        f"{at_most}{human_bytes(tokens * row_bytes)} in {blocks} shards, {human_bytes(free_space(args.out))} free; "
-        f"skipped: {count_text(reasons) or 'none'}")
+        f"{at_most}{human_bytes(tokens * row_bytes)} in {blocks} shards{f', up to {human_bytes(room)} at a time' if room else ''}, "
+        f"{human_bytes(free_space(args.out))} free; skipped: {count_text(reasons) or 'none'}")
     for what, turns in notes.items():
         say(f"{turns} {what}")
-    if args.dry_run:
-        hours = None
-        if args.backend == "sglang":
-            folder = args.states_folder or args.out.absolute().with_name(f"{args.out.name}-states")
-            say("a server for --server-url, with a folder that both sides see: " + server_command(
-                target, layers, args.dtype, max_length, folder, args.server_arguments, args.trust_remote_code))
-        elif RANK == 0:
-            with open_backend(args, target, layers, max_length) as backend:
-                hours = expect(backend, conversations, renderer, sampling, args, processes)
-        return {"dry_run": True, "samples": sum(c["samples"] for c in conversations), "skipped": dict(reasons), "tokens": tokens,
-                "supervised_tokens": None if args.regenerate else supervised, "bytes": int(tokens * row_bytes),
-                "bytes_per_token": row_bytes, "hours": hours, "seconds": time.monotonic() - started, "tokens_per_second": None,
-                "shards": blocks, "out": str(args.out)}
-
     manifest = {
         "format": FORMAT, "target": target.facts(), "layers": layers, "dtype": str(STORE[args.store]).removeprefix("torch."),
         "stored": stored_tensors(args.teacher), "candidates": args.candidates, "tokenizer_sha256": tokenizer_sha256(target.folder),
         "chat_template_sha256": chat_template_sha256(tokenizer),
         "template_kwargs": args.template_kwargs, "system": args.system, "sampling": sampling, "max_length": max_length,
         "data_sha256": data_sha256, "max_disk_gb": args.max_disk_gb, "block_lines": block_lines, "heldout": args.heldout,
-        "compute_dtype": args.dtype,
-        "backend": args.backend, "special_ids": {"eos": end_ids(target, tokenizer), "chat": chat_ids(tokenizer)}, "sources": sources,
+        "compute_dtype": args.dtype, "backend": args.backend, "sources": sources,
+        "special_ids": {"eos": end_ids(target, tokenizer), "chat": chat_ids(tokenizer)},
         "batches": {"max_batch_tokens": args.max_batch_tokens, "generate_rows": args.generate_rows},
         "planned": planned, "done": {}, "complete": False, "forced": [],
         "versions": {"python": python_version(), **{name: version(name) for name in ("torch", "transformers", "safetensors")}},
@@ -198,6 +186,23 @@ def main():
     }
     if begun:
         check_same(begun, manifest, args)
+    if args.dry_run:
+        finished = {entry["block"] for entry in intact(begun, args)} if begun else set()
+        left, hours = [c for block in by_block if block not in finished for c in by_block[block]], None
+        if begun:
+            say(f"{len(finished)} of {blocks} shards are finished")
+        if args.backend == "sglang":
+            folder = args.states_folder or args.out.absolute().with_name(f"{args.out.name}-states")
+            say("a server for --server-url, with a folder that both sides see: " + server_command(
+                target, layers, args.dtype, max_length, folder, args.server_arguments, args.trust_remote_code))
+        elif RANK == 0 and left:
+            with open_backend(args, target, layers, max_length) as backend:
+                hours = expect(backend, left, renderer, sampling, args, processes)
+        return {"dry_run": True, "samples": sum(c["samples"] for c in conversations), "skipped": dict(reasons), "tokens": tokens,
+                "supervised_tokens": None if args.regenerate else supervised, "bytes": int(tokens * row_bytes),
+                "bytes_per_token": row_bytes, "hours": hours, "seconds": time.monotonic() - started, "tokens_per_second": None,
+                "shards": blocks, "finished": len(finished), "out": str(args.out)}
+
     with ExitStack() as held:
         group = device = None
         if processes > 1:

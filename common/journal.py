@@ -23,7 +23,8 @@ COUNTS = ("rows", "samples", "bytes", "supervised_tokens", "heldout_samples")
 def check_same(begun, manifest, args):
     """Refuse to go on with `begun`, the manifest on disk, under other settings. What --force lets pass is said and listed."""
     pairs = [(key, begun.get(key), manifest[key], key in ("tokenizer_sha256", "chat_template_sha256"))
-             for key in manifest if key not in FREE]
+             for key in manifest if key not in {*FREE, "planned"}]
+    pairs.append(("planned blocks", begun["planned"]["blocks"], manifest["planned"]["blocks"], False))
     pairs += [(f"target {key}", begun["target"].get(key), manifest["target"][key], True)
               for key in ("tensors_sha256", "text_config_sha256")]
     if begun.get("batches") != manifest["batches"]:
@@ -76,16 +77,24 @@ def begin(manifest, begun, args):
     if begun:
         begun = read_manifest(args.out)  # once more, now that nobody else changes it
         blocks = manifest["planned"]["blocks"]
-        entries = [entry for entry in listed(begun) if usable(entry, blocks)]
-        if len({entry["block"] for entry in entries}) < len(listed(begun)):
-            raise UserError(f"{args.out / MANIFEST} lists shards that cannot be this extraction's ({len(listed(begun)) - len(entries)} "
-                            f"entries, or one twice): it was changed after it was written; restore it, or give another --out")
-        gone = range(manifest["planned"].get("heldout_blocks", 0), remove_read(args.out, manifest))
-        add(manifest, [entry for entry in entries + journals(args.out, blocks) if entry["block"] in gone or whole(entry, args)])
+        wrong = sum(not usable(entry, blocks) for entry in listed(begun))
+        if wrong or len({entry["block"] for entry in listed(begun)}) < len(listed(begun)):
+            raise UserError(f"{args.out / MANIFEST} lists shards that cannot be this extraction's ({wrong} entries, or one twice): it was "
+                            f"changed after it was written; restore it, or give another --out")
+        add(manifest, intact(begun, args))
+        remove_read(args.out, manifest)
     fcntl.flock(lock, fcntl.LOCK_SH)
     save(manifest, args.out)
     remove_journals(args.out)
     return lock
+
+
+def intact(begun, args):
+    """The entries of the finished blocks whose shards are there, or with --max-disk-gb were read and removed; others are named."""
+    planned = begun["planned"]
+    gone = range(planned["heldout_blocks"], first_unread(args.out, planned)) if "room" in planned else ()
+    return [entry for entry in listed(begun) + journals(args.out, planned["blocks"])
+            if usable(entry, planned["blocks"]) and (entry["block"] in gone or whole(entry, args))]
 
 
 def remove_read(out, manifest):
@@ -129,7 +138,7 @@ def whole(entry, args):
     if path == args.out or path.exists() and path.stat().st_size == entry["bytes"] and not (
             args.verify and sha256_file(path) != entry["sha256"]):
         return True
-    say(f"{path} is missing or damaged, it is made again")
+    say(f"{path} is missing or damaged and is to be made again")
     return False
 
 

@@ -74,7 +74,7 @@ def waves(conversations, size):
 def read_prompts(path, limit, tokenizer, target, force=False):
     """([Conversation], Counter of skipped rows by reason, [warnings]) of JSON lines, or of held-out samples of a folder of shards."""
     if path != "-" and Path(path).is_dir():
-        shards = Shards(path)
+        shards = Shards(path, first=0)
         warning = check_tokenizer(tokenizer_sha256(target.folder), shards, f"the tokenizer of {target.name}", force)
         return heldout_prompts(shards, limit), Counter(), [f"--force: {warning}"] if warning else []
     rows, _, _ = read_rows(path, limit)

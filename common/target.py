@@ -232,8 +232,8 @@ def choices(target, lm_head, last, rows=None, candidates=0, chunk=2048):
         logits = lm_head(last[start : start + chunk])
         chosen.append(logits.max(-1).indices)  # of bfloat16 max is faster than argmax
         own = rows[(rows >= start) & (rows < start + chunk)] - start if candidates else last.new_zeros(0)
-        for part in own.split(256) if len(own) else ():
-            # of log_softmax, which is several times as fast as logsumexp on a CPU
+        # a CPU is twice as fast on pieces that stay in its cache, and with log_softmax several times as fast as with logsumexp
+        for part in own.split(256 if last.is_cuda else max(1, 2**20 // logits.shape[1])) if len(own) else ():
             exact = process_logits(logits[part].float(), target.logit_softcap, target.logit_scale).log_softmax(-1)  # [m, V]
             best, order = exact.topk(candidates, -1)
             left_out = (order != chosen[-1][part, None]).all(1)  # of equals topk may take others than that which was chosen

@@ -120,7 +120,7 @@ def shard_bytes(folder):
     return {file.name: file.read_bytes() for file in sorted(folder.glob("shard-*"))}
 
 
-def test_interrupted_and_resumed_equals_one_go(tmp_path, monkeypatch, target, data):
+def test_interrupted_and_resumed_equals_one_go(tmp_path, monkeypatch, capsys, target, data):
     flags = dict(target=target, data=data, block_lines=6, regenerate=True, max_new_tokens=6, temperature=1)
     extract(monkeypatch, **flags, out=tmp_path / "once")
     once = shard_bytes(tmp_path / "once")
@@ -150,6 +150,9 @@ def test_interrupted_and_resumed_equals_one_go(tmp_path, monkeypatch, target, da
     # a damaged shard is made again, when asked also one of the right size
     damaged = out / "shard-00001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    looked = extract(monkeypatch, **flags, out=out, verify=True, dry_run=True)
+    assert (looked["shards"], looked["finished"]) == (4, 3) and shard_bytes(out) != once
+    assert "shard-00001.safetensors is missing or damaged" in capsys.readouterr().err
     extract(monkeypatch, **flags, out=out, verify=True)
     assert shard_bytes(out) == once
 

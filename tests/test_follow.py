@@ -208,6 +208,33 @@ def test_regenerated_answers_follow_too(work, tmp_path):
         assert entry["bytes"] <= planned["block_bytes"][entry["block"]]
 
 
+def test_a_map_of_the_first_shards(work, tmp_path):
+    """Counted while the extraction waits, from shards that are named: the same however many are there. And training follows with it."""
+    shards, out = tmp_path / "shards", tmp_path / "map"
+    writing = start("extract_hidden_states", extraction(work, shards, ROOM), tmp_path / "log")
+    arguments = ("--draft-vocab", 100, "--first-shards", 2, "--out", out)
+    with pytest.raises(UserError, match="first shards that are wanted|manifest.json|no folder"):
+        call("build_vocab_map", "--shards", shards, *arguments)  # at once: nothing is there yet
+    while writing.is_alive() and "paused" not in (tmp_path / "log").read_text():
+        with suppress(UserError):
+            made = call("build_vocab_map", "--shards", shards, *arguments)
+            break
+        time.sleep(0.1)
+    everything = Shards(work / "shards")
+    aside = everything.manifest["planned"]["heldout_blocks"]
+    first = [number for number, row in enumerate(everything.index) if row[0] < aside + 2]
+    counted = sum(int(everything.sample(n)["loss_mask"].sum()) for n in first if not everything.heldout[n])
+    facts = json.loads((out / "vocab_map.json").read_text())
+    assert (facts["supervised_tokens"], facts["first_shards"], made["draft_vocab"]) == (counted, 2, 100)
+    own = training(work, shards, tmp_path / "drafter", "--vocab-map", out)
+    own[own.index("full")] = "100"
+    done = call("train_drafter", *own)
+    writing.join()
+    assert done["coverage"] is None and 0.5 < done["coverage_heldout"] == pytest.approx(made["coverage_heldout"])
+    with pytest.raises(UserError, match="first shards that are wanted|lacks"):
+        call("build_vocab_map", "--shards", shards, *arguments, "--force")  # those are gone
+
+
 def test_no_shard_is_larger_than_planned(work):
     manifest = read_manifest(work / "shards")
     planned = manifest["planned"]["block_bytes"]
