@@ -260,7 +260,7 @@ def open_data(args):
         "target": {key: facts[key] for key in TARGET_KEYS}, "source": "data", "data": args.data, "shards_sha256": None,
         "tokenizer_sha256": tokenizer_sha256(target.folder), "chat_template_sha256": chat_template_sha256(tokenizer),
         "template_kwargs": args.template_kwargs, "data_sha256": data_sha256, "max_length": max_length,
-        "heldout": args.heldout, "system": args.system})
+        "heldout": args.heldout, "system": args.system, "first_shards": None})
 
 
 def check_target(args, made, warnings):
