@@ -366,7 +366,8 @@ def add_states(backend, samples, args, skipped, progress):
         count = max(1, args.max_batch_tokens // len(samples[0]["input_ids"]))
         batches.append(samples[:count])
         samples = samples[count:]
-    for batch, states in zip(batches, ahead(backend.states, map(ids_of, batches)), strict=True):
+    computed = (ahead if backend.elsewhere else map)(backend.states, map(ids_of, batches))
+    for batch, states in zip(batches, computed, strict=True):
         kept += pack(backend, batch, states, args, skipped)
         if progress:
             progress.update(sum(len(sample["input_ids"]) for sample in batch))

@@ -220,7 +220,7 @@ def process_logits(logits, softcap, scale):
 
 
 @torch.inference_mode()
-def choices(target, lm_head, last, rows=None, candidates=0, chunk=2048):
+def choices(target, lm_head, last, rows=None, candidates=0):
     """(int64 [N] the target's greedy choice for lm_head inputs [N, H]; of `rows`, int64 [M] ascending, the likeliest tokens
     int64 [M, C] and their log-probabilities float32 [M, C]), without a [N, V] float32 tensor.
 
@@ -228,6 +228,7 @@ def choices(target, lm_head, last, rows=None, candidates=0, chunk=2048):
     choice is among the candidates.
     """
     chosen, ids, logprobs = [], [], []
+    chunk = 2048 if last.is_cuda else 256  # a CPU is faster where it need not ask for fresh memory
     for start in range(0, len(last), chunk):
         logits = lm_head(last[start : start + chunk])
         chosen.append(logits.max(-1).indices)  # of bfloat16 max is faster than argmax

@@ -59,7 +59,8 @@ def main():
             torch.cuda.synchronize()
 
     def extraction():
-        manifest = {"block_lines": args.samples, "sampling": None, "max_length": args.tokens, "shards": [], "empty_blocks": []}
+        manifest = {"block_lines": args.samples, "sampling": None, "max_length": args.tokens, "planned": {"blocks": args.blocks},
+                    "shards": [], "empty_blocks": [], "run": "bench"}
         extract_hidden_states.extract(manifest, list(range(args.blocks)), dict(enumerate(parts)), [], None, backend, options)
 
     cases = {"decoder": lambda: bare(False), "decoder_and_logits": lambda: bare(True), "extraction": extraction}
