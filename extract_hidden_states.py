@@ -366,7 +366,8 @@ def add_states(backend, samples, args, skipped, progress):
         count = max(1, args.max_batch_tokens // len(samples[0]["input_ids"]))
         batches.append(samples[:count])
         samples = samples[count:]
-    computed = (ahead if backend.elsewhere else map)(backend.states, map(ids_of, batches))
+    here = args.backend == "hf" and backend.device.type == "cpu"  # nothing is won where both would share the cores
+    computed = (map if here else ahead)(backend.states, map(ids_of, batches))
     for batch, states in zip(batches, computed, strict=True):
         kept += pack(backend, batch, states, args, skipped)
         if progress:

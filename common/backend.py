@@ -13,7 +13,7 @@ class Transformers:
     """The target in transformers; a context manager.
 
     Its answers, its states and its lm_head, a function of [n, H] to [n, V], are all that an extraction needs. `dtype` is that of the
-    states, `device` where they lie; `elsewhere`: whether it leaves this machine's CPU free for other work while it computes.
+    states, `device` where they lie.
     """
 
     def __init__(self, target, layers, dtype, most, batch_tokens, device=None, trust_remote_code=False):
@@ -22,7 +22,7 @@ class Transformers:
         self.model.check_logits()
         self.target = target
         self.dtype, self.device, self.lm_head = self.model.dtype, self.model.device, self.model.lm_head
-        self.most, self.batch_tokens, self.elsewhere = most, batch_tokens, self.device.type != "cpu"
+        self.most, self.batch_tokens = most, batch_tokens
 
     def __enter__(self):
         return self

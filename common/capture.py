@@ -81,8 +81,6 @@ class SGLang:
     Raises UserError for whatever is wrong with the engine, on a probe before the first sample.
     """
 
-    elsewhere = True
-
     def __init__(self, target, layers, dtype, max_length, url=None, folder=None, arguments=(), trust_remote_code=False):
         self.target, self.layers, self.url, self.engine, self.own_folder = target, layers, url, None, None
         self.where = url or "the engine"

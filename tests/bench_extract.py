@@ -46,7 +46,7 @@ def main():
     batches = [torch.tensor([c["input_ids"] for c in part[n : n + count]], device=backend.device)
                for part in parts for n in range(0, len(part), count)]
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    options = argparse.Namespace(regenerate=False, max_batch_tokens=args.max_batch_tokens, store=args.store, out=folder,
+    options = argparse.Namespace(backend="hf", regenerate=False, max_batch_tokens=args.max_batch_tokens, store=args.store, out=folder,
                                  candidates=64 if args.teacher == "compact" else 0)
 
     @torch.inference_mode()
