@@ -26,7 +26,7 @@ def check_same(begun, manifest, args):
              for key in manifest if key not in {*FREE, "planned"}]
     pairs.append(("planned blocks", begun["planned"]["blocks"], manifest["planned"]["blocks"], False))
     pairs += [(f"target {key}", begun["target"].get(key), manifest["target"][key], True)
-              for key in ("tensors_sha256", "text_config_sha256")]
+              for key in ("tensors_sha256", "text_config_sha256", "sample_sha256") if key in begun["target"]]
     if begun.get("batches") != manifest["batches"]:
         say(f"{args.out} was begun with batches {short(begun.get('batches'))}, now they are {short(manifest['batches'])}: what is computed "
             f"from here on is rounded otherwise, and of answers in bfloat16 some may be others")

@@ -51,6 +51,12 @@ class Target:
         """[V, H] in the dtype of the file."""
         return self.tensor(self.lm_head_name)
 
+    def sample_sha256(self):
+        """Hash of the first 2048 numbers of up to about 1,000 tensors, in whatever files they lie: tells a fine-tune that left lm_head and
+        embedding alone, without reading all weights."""
+        names = sorted(self.weights)
+        return sha256_tensors(self.tensor(name).flatten()[:2048] for name in names[:: max(1, len(names) // 1000)])
+
     def facts(self, lm_head=None, embedding=None):
         """The JSON block that says which target shards, maps and drafters were made for. Tensors at hand are not read again."""
         lm_head = self.lm_head() if lm_head is None else lm_head
@@ -63,6 +69,7 @@ class Target:
             "text_config": self.raw_text,
             "text_config_sha256": sha256_json({key: value for key, value in self.raw_text.items() if key not in VOLATILE}),
             "tensors_sha256": sha256_tensors(tensors),
+            "sample_sha256": self.sample_sha256(),
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "num_layers": self.num_layers,
@@ -259,6 +266,10 @@ def check_same_target(made_for, target_facts, what, force=False):
                 hint = "" if sizes else " (--force goes on all the same)"
                 raise UserError(f"{message}; use the target they were made for{hint}")
             return message
+    ours, theirs = target_facts.get("sample_sha256"), made_for.get("sample_sha256")
+    if ours and theirs and ours != theirs:
+        return (f"{what} made with other weights ({theirs[:12]} of {made_for.get('name')} there, {ours[:12]} of {target_facts['name']} "
+                f"here) behind the same lm_head and embedding: if one is a fine-tune of the other, fewer drafts are right")
     return None
 
 

@@ -17,7 +17,7 @@ from common.cli import Failed, UserError
 from common.decode import decode
 from common.sampling import choose, random_numbers, sampling_settings
 from common.shards import Shards
-from common.target import load_tokenizer, open_target
+from common.target import check_same_target, load_tokenizer, open_target
 from common.target_model import TargetModel
 from tests import tiny
 
@@ -533,6 +533,23 @@ def test_a_stray_weights_file_is_not_read(tmp_path):
     facts = open_target(folder).facts()
     shutil.copy(tiny.make_target(tmp_path / "other", seed=5) / "model.safetensors", folder / "zz.safetensors")
     assert open_target(folder).facts() == facts
+
+
+def test_a_fine_tune_with_the_same_lm_head_does_not_pass_silently(tmp_path, monkeypatch, data):
+    """Inner weights only, in bfloat16 and one tensor: going on with these shards is refused, other uses are warned."""
+    folder, tuned = tiny.make_target(tmp_path / "target"), tmp_path / "tuned"
+    shutil.copytree(folder, tuned)
+    change_tensors(tuned, lambda tensors: tensors["model.layers.3.mlp.up_proj.weight"].mul_(1.1))
+    facts, other = open_target(folder).facts(), open_target(tuned).facts()
+    assert facts["tensors_sha256"] == other["tensors_sha256"]
+    assert "made with other weights" in check_same_target(facts, other, "these shards were")
+    assert check_same_target(facts, {**facts, "name": "elsewhere"}, "these shards were") is None
+    extract(monkeypatch, target=folder, data=data, out=tmp_path / "out")
+    with pytest.raises(UserError, match=hashes("target sample_sha256")):
+        extract(monkeypatch, target=tuned, data=data, out=tmp_path / "out")
+    shutil.move(tuned / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(UserError, match=hashes("target sample_sha256")):
+        extract(monkeypatch, target=folder, data=data, out=tmp_path / "out")
 
 
 def test_a_folder_with_a_users_temporary_name_is_something_else(tmp_path, monkeypatch, target, data):
