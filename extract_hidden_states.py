@@ -34,13 +34,13 @@ from common.journal import (
     check_same,
     follow,
     intact,
-    journals,
     listed,
     record,
     remove_journals,
     remove_read,
     save,
     sum_up,
+    take_over,
     wait_for_room,
 )
 from common.rendering import Renderer, chat_ids
@@ -52,6 +52,7 @@ from common.shards import (
     STORE,
     TEACHER,
     bytes_per_token,
+    fitting,
     read_manifest,
     store_states,
     stored_tensors,
@@ -101,8 +102,9 @@ def parse_args():
         "ends; default 128")
     add("--block-lines", type=positive_int, metavar="N",
         help=f"input lines of a shard; default {BLOCK_LINES}, fewer when that could pass {human_bytes(BLOCK_BYTES)}")
-    add("--max-disk-gb", type=in_range(0), metavar="GB", help="for train_drafter.py --follow, which trains meanwhile: held-out samples "
-        "come first, extraction pauses when so many GB are there, and removes what the training has read; default none: all shards stay")
+    add("--max-disk-gb", type=in_range(0, 1e9), metavar="GB", help="for train_drafter.py --follow, which trains meanwhile: held-out "
+        "samples come first, extraction pauses when so many GB are there, and removes what the training has read; default none: all "
+        "shards stay")
     add("--verify", action="store_true", help="when going on, check the sha256 of the finished shards and redo damaged ones")
     add("--dry-run", action="store_true", help="print samples, tokens, bytes and expected hours and stop; touches nothing. The hours are "
         "from a short trial with --backend hf, for which it loads the target")
@@ -152,6 +154,7 @@ def main():
     room = None if args.max_disk_gb is None else int(args.max_disk_gb * 1e9)
     fit = int(min(BLOCK_BYTES, BLOCK_BYTES if room is None else room / 10) / longest)
     block_lines = args.block_lines or (begun and begun["block_lines"]) or max(1, min(BLOCK_LINES, fit))
+    args.block_lines = block_lines
     # with --max-disk-gb the held-out samples have blocks of their own, which come first and stay
     aside = [c for c in conversations if room is not None and c["heldout"]]
     aside_blocks, in_order = -(-len(aside) // block_lines), -(-lines // block_lines)
@@ -166,8 +169,9 @@ def main():
     if room is not None:
         planned |= plan_room(by_block, aside_blocks, room, target.hidden_size, args)
     at_most = "at most " if args.regenerate else ""
+    at_a_time = room and f", {human_bytes(room)} at a time: {aside_blocks} with held-out samples and {fitting(planned)} others" or ""
     say(f"{len(conversations)} of {len(rows)} rows, {at_most}{tokens} tokens, {at_most}{row_bytes:.0f} bytes per token, "
-        f"{at_most}{human_bytes(tokens * row_bytes)} in {blocks} shards{f', up to {human_bytes(room)} at a time' if room else ''}, "
+        f"{at_most}{human_bytes(tokens * row_bytes)} in {blocks} shards{at_a_time}, "
         f"{human_bytes(free_space(args.out))} free; skipped: {count_text(reasons) or 'none'}")
     for what, turns in notes.items():
         say(f"{turns} {what}")
@@ -223,7 +227,8 @@ def main():
         mine = [block for block in missing if block % processes == RANK]
         if begun:
             say(f"{blocks - len(missing)} of {blocks} shards are finished")
-        check_space(args, min(sum(c["bound"] for block in missing for c in by_block[block]) * row_bytes, room or math.inf))
+        there = sum(path.stat().st_size for path in args.out.glob("shard-*.safetensors"))
+        check_space(args, min(sum(c["bound"] for block in missing for c in by_block[block]) * row_bytes, (room or math.inf) - there))
         if mine:
             backend = held.enter_context(open_backend(args, target, layers, max_length, device))
             if RANK == 0:
@@ -242,7 +247,7 @@ def main():
                 spoke = time.monotonic()
                 say(f"{left} blocks are still being made by other processes")
             time.sleep(0.2)
-            add(manifest, journals(args.out, blocks, manifest["run"]))
+            take_over(manifest, args.out)
             remove_read(args.out, manifest)
         if not manifest["shards"]:
             raise UserError(f"none of the samples could be kept ({count_text(Counter(sum_up(manifest)['skipped']))}); there is nothing to "
@@ -441,7 +446,8 @@ def per_sample(states, lengths):
 def expect(backend, conversations, renderer, sampling, args, processes):
     """Say how long `conversations` will take, at most where answers are written, by a short trial with some of them. Returns hours."""
     some, room = [], args.max_batch_tokens // 4
-    for conversation in conversations[:: max(1, len(conversations) // args.generate_rows)][: args.generate_rows]:
+    count = min(args.generate_rows, args.block_lines)  # at once
+    for conversation in conversations[:: max(1, len(conversations) // count)][:count]:
         ids = conversation.get("input_ids") or renderer.prompt_ids(first_question(conversation), conversation["tools"])
         if some and len(ids) > room:
             break
@@ -450,7 +456,7 @@ def expect(backend, conversations, renderer, sampling, args, processes):
     seconds, spent = 0.0, time.monotonic()
     if sampling:
         prompts, trial = [sample["input_ids"].tolist() for sample in some], {}
-        for limit in (1, 9):  # the first token takes the prompt's forward pass besides
+        for limit in (1, 1, 9):  # the first token takes the prompt's forward pass besides; the very first call is slower
             start = time.monotonic()
             answers = backend.answer(prompts, [limit] * len(prompts), sampling, [0] * len(prompts))
             trial[limit] = time.monotonic() - start, sum(map(len, answers))
@@ -482,7 +488,7 @@ def check_space(args, need):
         return
     if not args.regenerate:
         raise UserError(f"the shards need {human_bytes(need)} and the disk of {args.out} has {human_bytes(free)} free; give fewer rows "
-                        f"(--limit), a smaller --max-length, or another disk")
+                        f"(--limit), a smaller --max-length{', a smaller --max-disk-gb' if args.max_disk_gb else ''}, or another disk")
     say(f"warning: the shards need at most {human_bytes(need)} and the disk of {args.out} has {human_bytes(free)} free")
 
 

@@ -96,7 +96,7 @@ def parse_args():
     add("--mixed-precision", choices=["no", "bf16"], help="default: what accelerate's configuration says, else no. bf16 computes in "
         "bfloat16; weights and moments stay float32")
     add("--eval-shards", metavar="DIR", help="measure on all samples of this folder, and train on all of --shards; default: the samples "
-        "of --shards that were set aside")
+        "of --shards that were set aside. With --follow those are not trained on all the same")
     add("--eval-every", type=positive_int, help="steps between measurements of the held-out accept length; default: a tenth of the run")
     add("--eval-samples", type=positive_int, default=256, help="at most so many held-out samples; default 256, to keep measuring cheap")
     add("--eval-steps", type=in_range(1, 128, low_too=True, kind=int), default=3, help="drafts per verification in the simulated accept "
@@ -142,9 +142,9 @@ def main():
         raise UserError(f"--epochs {args.epochs}: with --follow each shard is there once; leave --epochs out, or extract without "
                         f"--max-disk-gb")
     args.epochs = args.epochs or (1 if args.follow else 2)
+    target = open_target(args.target, args.revision, args.trust_remote_code)
     shards = wait_for_heldout(Path(args.shards), args) if args.follow else Shards(args.shards, args.verify)
     evaluation = Shards(args.eval_shards, args.verify) if args.eval_shards else shards
-    target = open_target(args.target, args.revision, args.trust_remote_code)
     head, embedding = target.lm_head(), target.embedding()
     facts = target.facts(head, embedding)
     layers = shards.manifest["layers"]
@@ -167,6 +167,10 @@ def main():
 
     train_samples = np.arange(len(shards.index)) if args.eval_shards else np.flatnonzero(~shards.heldout)
     eval_samples = np.arange(len(evaluation.index)) if args.eval_shards else np.flatnonzero(shards.heldout)
+    if args.follow and args.init == "checkpoint" and not len(eval_samples):
+        raise UserError("--follow with --init checkpoint needs held-out samples, or --eval-shards, to see whether the checkpoint fits")
+    if args.follow and args.eval_shards and shards.heldout.any():
+        warnings.append(f"--follow: the {shards.heldout.sum()} held-out samples of {args.shards} are not trained on")
     probe_samples = eval_samples[len(eval_samples) // 2 :] if args.follow else train_samples  # nothing to train on is there yet
     eval_samples = eval_samples[: args.eval_samples]
     if args.lr is None:
@@ -217,17 +221,20 @@ def main():
     frozen = "the embedding is the target's, frozen" + (", the lm_head stays as it is" if args.freeze_lm_head else "")
     say(f"training {trainable / 1e6:.1f} M parameters ({frozen}) for {'about ' if args.follow else ''}{steps} steps of about "
         f"{order.tokens / steps:.0f} tokens "
-        f"by {args.optimizer} at a rate of up to {args.lr:.2g}, depth {args.ttt_steps}, {order.samples} samples, "
+        f"by {f'muon at a rate of up to {args.muon_lr:.2g} and ' if args.optimizer == 'muon' else ''}AdamW at up to {args.lr:.2g}, "
+        f"depth {args.ttt_steps}, {order.samples} samples, "
         f"{len(eval_samples)} held out")
     if steps < 100 and steps != args.max_steps:
-        say(f"warning: {steps} steps are few; a smaller --batch-tokens or more --epochs gives more")
+        say(f"warning: {steps} steps are few; a smaller --batch-tokens{'' if args.follow else ' or more --epochs'} gives more")
     if args.dry_run:
         state = trainable * 4 * 4 + (target.vocab_size + draft_vocab) * target.hidden_size * 4
-        say(f"weights, gradients, moments, embedding and teacher need about {human_bytes(state)} in each process, the batches beside them"
+        disk = 14 * trainable - (4 * layer_parameters if args.optimizer == "muon" else 0)
+        say(f"weights, gradients, moments, embedding and teacher need about {human_bytes(state)} in each process, the batches beside "
+            f"them; a checkpoint takes {human_bytes(disk)} of disk, and {args.keep} are kept"
             f"{'; the checkpoint is tried before the first step, not in a dry run' if args.init == 'checkpoint' else ''}")
-        return {"steps": steps, "epochs": order.epochs, "tokens": order.tokens,
-                "trainable_params": trainable, "draft_vocab": draft_vocab, "init": args.init, "memory_bytes": state, "dry_run": True,
-                "batch_tokens": args.batch_tokens, "lr": args.lr, "warnings": list(filter(None, warnings)), "out": str(out)}
+        return {"steps": steps, "epochs": order.epochs, "tokens": order.tokens, "trainable_params": trainable, "draft_vocab": draft_vocab,
+                "init": args.init, "memory_bytes": state, "checkpoint_bytes": disk, "dry_run": True, "batch_tokens": args.batch_tokens,
+                "lr": args.lr, "warnings": list(filter(None, warnings)), "out": str(out)}
 
     device = accelerator.device
     compute = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32

@@ -119,17 +119,24 @@ def wait_for_room(manifest, block, out):
         first = remove_read(out, manifest)
         if sum(planned["block_bytes"][first : block + 1]) <= planned["room"]:
             return
-        if first > planned["heldout_blocks"] and read_json(out / ACKNOWLEDGED).get("finished"):
+        if (out / ACKNOWLEDGED).exists() and read_json(out / ACKNOWLEDGED).get("finished"):
             raise Failed(f"the training that follows has ended with {first - planned['heldout_blocks']} of "
                          f"{planned['blocks'] - planned['heldout_blocks']} shards read, as its --max-steps said; no more are made")
         if time.monotonic() - spoke > 60:
             spoke = time.monotonic()
             waiting = human_bytes(sum(planned["block_bytes"][first:block]))
             say(f"paused: shards of up to {waiting} wait for train_drafter.py --follow to read them")
-        if RANK == 0 and (found := journals(out, planned["blocks"], manifest["run"])):
-            add(manifest, found)
-            save(manifest, out)
+        if RANK == 0:
+            take_over(manifest, out)
         time.sleep(0.5)
+
+
+def take_over(manifest, out):
+    """Rank 0, while it waits: list what other processes have finished. Training that follows may wait for that very shard."""
+    before = len(listed(manifest))
+    add(manifest, journals(out, manifest["planned"]["blocks"], manifest["run"]))
+    if len(listed(manifest)) > before:
+        save(manifest, out)
 
 
 def whole(entry, args):

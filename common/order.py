@@ -1,6 +1,7 @@
 """Which samples each optimizer step takes: of a whole folder of shards, epoch after epoch, or of shards that appear meanwhile."""
 
 import math
+import os
 import threading
 import time
 
@@ -37,7 +38,8 @@ class Order:
 
 class Stream:
     """Shards of an extraction with --max-disk-gb, each read once, when it is there: in their order, the samples of a shard shuffled by the
-    seed. What is trained on does not depend on when shards appear.
+    seed. What is trained on does not depend on when shards appear. A step that would reach over more shards than half of the bound ends
+    before.
 
     Where it is after a step, its position, is the first block that is not read to its end, `taken` of whose samples are, and all samples
     taken. `steps` and `tokens` are what is expected: of planned samples some are skipped, and answers end before their limit.
@@ -49,9 +51,14 @@ class Stream:
         self.shards, self.args, self.out, self.planned = shards, args, out, shards.manifest["planned"]
         self.position = {"block": self.planned["heldout_blocks"], "taken": 0, "samples": 0}
         self.queue, self.stopped = None, threading.Event()
-        self.samples = self.planned["samples"] - self.planned["heldout_samples"]
+        self.path, self.samples = shards.folder / ACKNOWLEDGED, self.planned["samples"] - self.planned["heldout_samples"]
+        self._check()
         self.tokens = expected_tokens(shards)
         self.steps = max(1, round(self.tokens / args.batch_tokens))
+        fits = self.planned["room"] * self.planned["tokens"] // (2 * sum(self.planned["block_bytes"]))
+        if args.batch_tokens > fits:
+            say(f"warning: --batch-tokens {args.batch_tokens} are more than half of what --max-disk-gb lets be there, about {fits} "
+                f"tokens, and steps are cut to that")
         if args.max_steps and args.max_steps < self.steps:
             self.tokens, self.steps = args.max_steps * args.batch_tokens, args.max_steps
 
@@ -64,6 +71,8 @@ class Stream:
         chosen, tokens = [], 0
         while tokens < self.args.batch_tokens and block < self.planned["blocks"]:
             if self.queue is None:
+                if chosen and sum(self.planned["block_bytes"][self.position["block"] : block + 1]) > self.planned["room"] / 2:
+                    break
                 self.queue = self._read(block)
             if taken == len(self.queue):
                 block, taken, self.queue = block + 1, 0, None
@@ -84,15 +93,24 @@ class Stream:
     def place(self, progress):
         return min(max(self.steps * progress["samples"] / self.samples, progress["step"] if self.args.max_steps else 0), self.steps)
 
-    def begin(self, progress, run):
-        """Go on at the position of `progress`. run: the name of this training, since only one can follow. Raises UserError for another,
-        or where shards are gone that are to be read."""
-        self.position, self.run = {key: progress[key] for key in self.position}, run
-        path = self.shards.folder / ACKNOWLEDGED
-        before, gone = read_json(path) if path.exists() else {}, first_unread(self.shards.folder, self.planned)
-        if RANK == 0 and before.get("run", run) != run:
+    def _check(self):
+        """Raises UserError where nothing can be trained on, or another training follows, since only one can."""
+        if self.samples <= 0:
+            raise UserError(f"{self.shards.folder} holds no samples but the held-out ones; extract with a lower --heldout")
+        if not os.access(self.shards.folder, os.W_OK):
+            raise UserError(f"{self.shards.folder} cannot be written, and --follow acknowledges there what it has read; make it writable")
+        before = read_json(self.path) if self.path.exists() else {}
+        own = read_json(self.out / "run.json").get("run") if (self.out / "run.json").exists() else None
+        if before and before.get("run") != own:
             raise UserError(f"{self.shards.folder} is followed by the training in {before.get('out')}, which has acknowledged the shards "
-                            f"before {gone}: go on with that one (--resume), or extract again; if none was removed, remove {path}")
+                            f"before {before.get('blocks')}: go on with that one (--resume), or extract again; if none was removed, remove "
+                            f"{self.path}")
+
+    def begin(self, progress, run):
+        """Go on at the position of `progress`. run: the name of this training. Raises UserError where shards are gone that are to be
+        read."""
+        self.position, self.run = {key: progress[key] for key in self.position}, run
+        gone = first_unread(self.shards.folder, self.planned)
         if RANK == 0 and gone > self.position["block"]:
             raise UserError(f"--resume: {self.out} goes on at shard {self.position['block']}, and those before {gone} were removed when a "
                             f"later checkpoint had read them; restore that checkpoint, or extract again and train anew")
@@ -107,8 +125,7 @@ class Stream:
         """A durable checkpoint covers all shards before `block`: they may be removed."""
         self.acknowledged = block
         if RANK == 0:
-            write_json(self.shards.folder / ACKNOWLEDGED, {"run": self.run, "out": str(self.out.absolute()), "blocks": block,
-                                                           "finished": finished})
+            write_json(self.path, {"run": self.run, "out": str(self.out.absolute()), "blocks": block, "finished": finished})
 
     def close(self):
         """End a wait."""
@@ -116,11 +133,6 @@ class Stream:
 
     def _read(self, block):
         """int64 [n] the samples of a block, shuffled; none when all of its rows were skipped."""
-        reach = sum(self.planned["block_bytes"][self.position["block"] : block + 1])
-        if reach > self.planned["room"] / 2:
-            raise UserError(f"--batch-tokens {self.args.batch_tokens}: a step reaches over shards {self.position['block']} to {block}, "
-                            f"more than half of what --max-disk-gb {self.shards.manifest['max_disk_gb']:g} lets be there; give fewer, or "
-                            f"extract with more")
         spoke = time.monotonic()
         while True:
             manifest = read_manifest(self.shards.folder)
@@ -134,6 +146,8 @@ class Stream:
                 say(f"shard {block} of {self.planned['blocks']} is not there yet: is the extraction running?")
             if self.stopped.wait(1.0):
                 raise UserError("stopped")
+        if entry.get("heldout_samples"):
+            raise UserError(f"shard {block} of {self.shards.folder} holds held-out samples, which come before; its {MANIFEST} was edited")
         if "file" not in entry:
             return np.zeros(0, dtype=np.int64)
         return np.random.default_rng([self.args.seed, block]).permutation(self.shards.extend(entry))
@@ -150,6 +164,8 @@ def expected_tokens(shards):
 def wait_for_heldout(folder, args):
     """The Shards of an extraction with --max-disk-gb, as soon as its held-out part is there; --dry-run does not wait."""
     spoke = -math.inf
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--shards {folder} is a file; give the folder of an extraction")
     while True:
         if (folder / MANIFEST).exists():
             manifest = read_manifest(folder)
@@ -205,5 +221,5 @@ def schedule(place, steps, warmup):
     """Share of the peak learning rate at 0-based step `place` of `steps`: linear warm-up, then cosine to zero."""
     rising = max(1, round(steps * warmup))
     if place < rising:
-        return (place + 1) / rising
+        return min(1.0, (place + 1) / rising)
     return 0.5 * (1 + math.cos(math.pi * (place - rising) / max(1, steps - rising)))

@@ -32,6 +32,14 @@ def _all(kind, values):
     return all(type(value) is kind for value in values)
 
 
+def _can_follow(planned):
+    """Whether what is planned with --max-disk-gb can be right."""
+    sizes = planned.get("block_bytes")
+    return (_all(int, map(planned.get, FOLLOWED)) and isinstance(sizes, list) and _all(int, sizes) and len(sizes) == planned["blocks"]
+            and 0 <= planned["heldout_blocks"] <= planned["blocks"] and 0 <= planned["heldout_samples"] <= planned["samples"]
+            and 0 <= planned["heldout_tokens"] <= planned["tokens"] and 0 <= min(sizes) <= sum(sizes) and planned["room"] > 0)
+
+
 FOLLOWED = ("room", "heldout_blocks", "samples", "tokens", "heldout_tokens", "heldout_samples")  # of `planned` with --max-disk-gb
 USABLE = {  # what is asked of an entry beyond its type
     "target": lambda target: _all(str, map(target.get, ("name", "tensors_sha256", "text_config_sha256")))
@@ -41,8 +49,8 @@ USABLE = {  # what is asked of an entry beyond its type
                                  and _all(int, map(entry.get, ("block", "bytes", "rows", "samples"))) for entry in shards),
     "stored": lambda stored: {"aux_hidden_states", "target_argmax"} <= set(map(str, stored)) <= {*ROWS, *TEACHER},
     "block_lines": lambda lines: type(lines) is int and lines > 0,
-    "planned": lambda planned: type(planned.get("blocks")) is int and ("room" not in planned or _all(int, map(planned.get, FOLLOWED))
-                                                                       and _all(int, planned.get("block_bytes") or [None])),
+    "planned": lambda planned: type(planned.get("blocks")) is int and ("room" not in planned or _can_follow(planned)),
+    "empty_blocks": lambda empty: all(isinstance(entry, dict) and type(entry.get("block")) is int for entry in empty),
     "special_ids": lambda special: isinstance(special.get("eos"), list) and _all(int, special["eos"])
     and isinstance(special.get("chat"), dict) and all(number is None or type(number) is int for number in special["chat"].values()),
     "sources": lambda sources: _all(str, sources) and sources,
@@ -127,10 +135,18 @@ class Shards:
         self.followed = "room" in planned
         if self.followed and first is not None:
             blocks = planned["heldout_blocks"] + first
+            if first > (most := fitting(planned)):
+                raise UserError(f"--first-shards {first}: of {folder} at most {most} shards beside the held-out ones can be there before "
+                                f"training reads them (--max-disk-gb); give at most {most}")
             found = sum(entry["block"] < blocks for entry in entries + self.manifest["empty_blocks"])
-            if found < min(blocks, planned["blocks"]):
-                raise UserError(f"{found} of the {blocks} first shards that are wanted of {folder} are finished; wait for the others")
+            if found < blocks:
+                raise UserError(f"{found} of {planned['heldout_blocks']} held-out and {first} other shards that are wanted of {folder} are "
+                                f"finished; wait for the rest")
             entries = [entry for entry in entries if entry["block"] < blocks]
+        elif not self.manifest["complete"] and self.followed:
+            raise UserError(f"{folder} is not finished ({len(entries)} of {planned['blocks']} blocks): train_drafter.py --follow trains "
+                            f"meanwhile, build_vocab_map.py --first-shards N counts what is there; if the extraction stopped, give its "
+                            f"command again")
         elif not self.manifest["complete"]:
             raise UserError(f"{folder} is not finished ({len(entries)} of {planned['blocks']} blocks); give the extraction's command "
                             f"again and it goes on")
@@ -289,6 +305,12 @@ def settings_sha256(manifest):
     """Hash of all that an extraction is begun with and that never changes afterwards."""
     target = [manifest["target"][key] for key in ("tensors_sha256", "text_config_sha256")]
     return sha256_json([target, {key: value for key, value in manifest.items() if key not in FREE}])
+
+
+def fitting(planned):
+    """With --max-disk-gb: how many shards beside the held-out ones can be there before training has read any."""
+    sizes = planned["block_bytes"][planned["heldout_blocks"] :]
+    return int(np.searchsorted(np.cumsum(sizes), planned["room"], side="right"))
 
 
 def first_unread(folder, planned):

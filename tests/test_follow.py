@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
+import extract_hidden_states
 from common.cli import UserError
 from common.files import write_json
-from common.order import Stream, expected_tokens
+from common.journal import take_over
+from common.order import Stream, expected_tokens, schedule
 from common.shards import ACKNOWLEDGED, Shards, read_manifest
 from tests import tiny
 from tests.scripts import EXACT, call, shell
@@ -152,7 +154,7 @@ def walk(stream, until=None):
 
 
 def test_every_sample_once_and_resumed_anywhere(work, tmp_path):
-    steps, positions = walk(Stream(Shards(work / "shards", first=0), options(), tmp_path))
+    steps, positions = walk(Stream(Shards(work / "shards", first=0), options(), work / "drafter"))
     everything = Shards(work / "shards")
     wanted = {(everything.entries[shard]["file"], row) for shard, row, _, held, *_ in everything.index.tolist() if not held}
     taken = [sample for step in steps for sample in step]
@@ -162,10 +164,10 @@ def test_every_sample_once_and_resumed_anywhere(work, tmp_path):
     assert files == sorted(files) and taken != sorted(taken)  # shard after shard, shuffled inside
     assert any(len({file for file, _ in step}) == 2 for step in steps), "no step reaches over a shard's end"
     for number in range(0, len(positions), 3):
-        again = Stream(Shards(work / "shards", first=0), options(), tmp_path)
+        again = Stream(Shards(work / "shards", first=0), options(), work / "drafter")
         again.position = positions[number]
         assert walk(again)[0] == steps[number + 1 :]
-    assert walk(Stream(Shards(work / "shards", first=0), options(seed=1), tmp_path))[0] != steps
+    assert walk(Stream(Shards(work / "shards", first=0), options(seed=1), work / "drafter"))[0] != steps
 
 
 def test_steps_and_schedule_come_from_the_plan(work, tmp_path):
@@ -174,11 +176,12 @@ def test_steps_and_schedule_come_from_the_plan(work, tmp_path):
     everything = Shards(work / "shards")
     tokens = int(everything.index[~everything.heldout, 2].sum())
     assert expected_tokens(shards) == tokens
-    stream = Stream(shards, options(), tmp_path)
+    stream = Stream(shards, options(), work / "drafter")
     assert (stream.steps, stream.samples) == (round(tokens / 256), int((~everything.heldout).sum()))
     assert stream.place({"samples": stream.samples // 2, "step": 3}) == pytest.approx(stream.steps / 2, rel=0.02)
-    few = Stream(shards, options(max_steps=4), tmp_path)
+    few = Stream(shards, options(max_steps=4), work / "drafter")
     assert (few.steps, few.place({"samples": 0, "step": 3})) == (4, 3)
+    assert max(schedule(place / 7, 40, 0.3) for place in range(280)) == 1.0  # between two steps of the warm-up, too
     shards.manifest["planned"]["heldout_tokens"] *= 2  # as of answers that came out half as long as they could be
     planned = shards.manifest["planned"]
     assert expected_tokens(shards) == (planned["tokens"] - planned["heldout_tokens"]) // 2
@@ -186,14 +189,19 @@ def test_steps_and_schedule_come_from_the_plan(work, tmp_path):
 
 def test_a_checkpoint_is_due_before_the_room_is_needed(work, tmp_path):
     shards = Shards(work / "shards", first=0)
-    stream = Stream(shards, options(), tmp_path)
+    stream = Stream(shards, options(), work / "drafter")
     first = stream.planned["heldout_blocks"]
     stream.acknowledged, stream.planned = first, {**stream.planned, "room": 2 * sum(stream.planned["block_bytes"][first : first + 3])}
     assert [stream.due(first + read) for read in range(5)] == [False, False, False, False, True]
-    with pytest.raises(UserError, match="--batch-tokens 4096: a step reaches over shards"):
-        large = Stream(shards, options(batch_tokens=4096), tmp_path)
-        large.planned = stream.planned
-        large.step(0)
+    sizes, reached = stream.planned["block_bytes"], []
+    large = Stream(shards, options(batch_tokens=4096), work / "drafter")
+    large.planned, start = stream.planned, first
+    while found := large.step(0):  # more tokens than may be there: a step ends before it reaches over half of the room
+        end = found[1]["block"] + (found[1]["taken"] > 0)
+        assert sum(sizes[start:end]) <= stream.planned["room"] / 2
+        reached.append(end - start)
+        start = found[1]["block"]
+    assert start == stream.planned["blocks"] and max(reached) > 2
 
 
 def test_regenerated_answers_follow_too(work, tmp_path):
@@ -241,11 +249,12 @@ def test_no_shard_is_larger_than_planned(work):
     assert all(0.8 * planned[entry["block"]] < entry["bytes"] <= planned[entry["block"]] for entry in manifest["shards"])
 
 
-def test_an_ended_training_ends_the_extraction(work, tmp_path):
+@pytest.mark.parametrize("steps", [1, 6])
+def test_an_ended_training_ends_the_extraction(work, tmp_path, steps):
     shards = tmp_path / "shards"
     writing = start("extract_hidden_states", extraction(work, shards, ROOM), tmp_path / "log")
-    done = call("train_drafter", *training(work, shards, tmp_path / "drafter", "--max-steps", 6))
-    assert done["steps"] == 6
+    done = call("train_drafter", *training(work, shards, tmp_path / "drafter", "--max-steps", steps))
+    assert done["steps"] == steps
     writing.join()
     assert writing.exitcode == 1
     assert "the training that follows has ended with" in (tmp_path / "log").read_text()
@@ -257,6 +266,13 @@ def test_refusals(work, tmp_path):
             call(script, *arguments)
 
     own = training(work, work / "shards", tmp_path / "out")
+    refused("at most 15 shards", "build_vocab_map", "--shards", work / "shards", "--draft-vocab", 100, "--first-shards", 500, "--out",
+            tmp_path / "map")
+    for planned in ({"heldout_blocks": 99}, {"block_bytes": [1]}, {"samples": 1}, {"room": 0}):
+        shutil.copytree(work / "shards", tmp_path / f"{planned}")
+        manifest = read_manifest(work / "shards")
+        (tmp_path / f"{planned}" / "manifest.json").write_text(json.dumps({**manifest, "planned": {**manifest["planned"], **planned}}))
+        refused("no usable planned", "train_drafter", *training(work, tmp_path / f"{planned}", tmp_path / "out"))
     refused("with --follow each shard is there once", "train_drafter", *own, "--epochs", 2)
     refused("is followed by the training in .*drafter, which has acknowledged", "train_drafter", *own)
     refused("held-out samples stay and take", "extract_hidden_states", *extraction(work, tmp_path / "none", 0.0004))
@@ -271,6 +287,7 @@ def test_refusals(work, tmp_path):
     refused("acknowledges 999 blocks", "train_drafter", *training(work, tmp_path / "moved", tmp_path / "out"))
     (tmp_path / "moved" / ACKNOWLEDGED).unlink()
     call("train_drafter", *training(work, tmp_path / "moved", tmp_path / "out"), "--dry-run")
+    assert not (tmp_path / "out").exists()
     assert not (tmp_path / "moved" / ACKNOWLEDGED).exists()
 
 
@@ -284,9 +301,35 @@ def test_a_lost_checkpoint_is_not_gone_on_from(work, tmp_path):
         call("train_drafter", *training(work, tmp_path / "shards", tmp_path / "drafter", "--resume"))
 
 
+def test_a_paused_extraction_goes_on_on_a_disk_of_the_bound(work, tmp_path, monkeypatch):
+    """Its own shards are part of what it may take."""
+    writing = start("extract_hidden_states", extraction(work, tmp_path / "shards", ROOM), tmp_path / "log")
+    while size(tmp_path / "shards") < 0.8e6:
+        time.sleep(0.05)
+    writing.kill()
+    writing.join()
+    there, asked = size(tmp_path / "shards"), []
+    monkeypatch.setattr(extract_hidden_states, "check_space", lambda args, need: asked.append(need))
+    monkeypatch.setattr(extract_hidden_states, "open_backend", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        call("extract_hidden_states", *extraction(work, tmp_path / "shards", ROOM))
+    assert 0 < asked[0] <= ROOM * 1e9 - there
+
+
+def test_what_other_processes_finished_is_listed_while_rank_0_waits(work, tmp_path):
+    """Else training would wait for a shard that is on disk, and the extraction for training."""
+    manifest = read_manifest(work / "shards")
+    manifest |= {"run": "r", "complete": False}
+    last = manifest["shards"].pop()
+    write_json(tmp_path / "manifest.json", manifest)
+    write_json(tmp_path / "journal-1.json", {"run": "r", "finished": [last]})
+    take_over(manifest, tmp_path)
+    assert read_manifest(tmp_path)["shards"][-1] == last
+
+
 def test_another_extraction_in_the_same_place(work, tmp_path):
     shutil.copytree(work / "shards", tmp_path / "shards")
-    stream = Stream(Shards(tmp_path / "shards", first=0), options(), tmp_path)
+    stream = Stream(Shards(tmp_path / "shards", first=0), options(), work / "drafter")
     stream.step(0)
     manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
     (tmp_path / "shards" / "manifest.json").write_text(json.dumps({**manifest, "data_sha256": "0" * 64}))
