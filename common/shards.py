@@ -140,8 +140,8 @@ class Shards:
                                 f"training reads them (--max-disk-gb); give at most {most}")
             found = sum(entry["block"] < blocks for entry in entries + self.manifest["empty_blocks"])
             if found < blocks:
-                raise UserError(f"{found} of {planned['heldout_blocks']} held-out and {first} other shards that are wanted of {folder} are "
-                                f"finished; wait for the rest")
+                raise UserError(f"{found} of the {blocks} first shards that are wanted of {folder} ({planned['heldout_blocks']} held-out, "
+                                f"{first} others) are finished; wait for the rest")
             entries = [entry for entry in entries if entry["block"] < blocks]
         elif not self.manifest["complete"] and self.followed:
             raise UserError(f"{folder} is not finished ({len(entries)} of {planned['blocks']} blocks): train_drafter.py --follow trains "
