@@ -153,17 +153,8 @@ def main():
     longest = bytes_per_token(target.hidden_size, args.store, args.candidates) * max(c["bound"] for c in conversations)
     room = None if args.max_disk_gb is None else int(args.max_disk_gb * 1e9)
     fit = int(min(BLOCK_BYTES, BLOCK_BYTES if room is None else room / 10) / longest)
-    block_lines = args.block_lines or (begun and begun["block_lines"]) or max(1, min(BLOCK_LINES, fit))
-    args.block_lines = block_lines
-    # with --max-disk-gb the held-out samples have blocks of their own, which come first and stay
-    aside = [c for c in conversations if room is not None and c["heldout"]]
-    aside_blocks, in_order = -(-len(aside) // block_lines), -(-lines // block_lines)
-    by_block = {block: [] for block in range(aside_blocks + in_order)}
-    for number, conversation in enumerate(aside):
-        by_block[number // block_lines].append(conversation)
-    for conversation in conversations:
-        if room is None or not conversation["heldout"]:
-            by_block[aside_blocks + conversation["line"] // block_lines].append(conversation)
+    args.block_lines = args.block_lines or (begun and begun["block_lines"]) or max(1, min(BLOCK_LINES, fit))
+    by_block, aside_blocks = lay_out(conversations, lines, args.block_lines, room is not None)
     blocks = len(by_block)
     planned = {"lines": lines, "blocks": blocks, "samples": sum(c["samples"] for c in conversations), "tokens": tokens}
     if room is not None:
@@ -180,7 +171,7 @@ def main():
         "stored": stored_tensors(args.teacher), "candidates": args.candidates, "tokenizer_sha256": tokenizer_sha256(target.folder),
         "chat_template_sha256": chat_template_sha256(tokenizer),
         "template_kwargs": args.template_kwargs, "system": args.system, "sampling": sampling, "max_length": max_length,
-        "data_sha256": data_sha256, "max_disk_gb": args.max_disk_gb, "block_lines": block_lines, "heldout": args.heldout,
+        "data_sha256": data_sha256, "max_disk_gb": args.max_disk_gb, "block_lines": args.block_lines, "heldout": args.heldout,
         "compute_dtype": args.dtype, "backend": args.backend, "sources": sources,
         "special_ids": {"eos": end_ids(target, tokenizer), "chat": chat_ids(tokenizer)},
         "batches": {"max_batch_tokens": args.max_batch_tokens, "generate_rows": args.generate_rows},
@@ -290,6 +281,20 @@ def extract(manifest, mine, by_block, skipped_rows, renderer, backend, args):
             writing = writer.submit(write, manifest, own, samples, facts, args.out)
         writing.result()
     progress.close()
+
+
+def lay_out(conversations, lines, block_lines, followed):
+    """({block: its conversations}, how many held-out blocks come first): a block is so many lines in order; for a training that follows,
+    held-out samples have blocks of their own, which come first and stay."""
+    aside = [c for c in conversations if followed and c["heldout"]]
+    first = -(-len(aside) // block_lines)
+    by_block = {block: [] for block in range(first - (-lines // block_lines))}
+    for number, conversation in enumerate(aside):
+        by_block[number // block_lines].append(conversation)
+    for conversation in conversations:
+        if not followed or not conversation["heldout"]:
+            by_block[first + conversation["line"] // block_lines].append(conversation)
+    return by_block, first
 
 
 def plan_room(by_block, aside_blocks, room, hidden, args):
