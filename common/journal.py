@@ -13,7 +13,7 @@ from torch import distributed
 
 from common.cli import RANK, Failed, UserError, human_bytes, say
 from common.files import STRAY, TEMPORARY, lock_folder, read_json, sha256_file, write_json
-from common.shards import ACKNOWLEDGED, FREE, MANIFEST, first_unread, read_manifest, settings_sha256, shard_name
+from common.shards import ACKNOWLEDGED, FREE, MANIFEST, acknowledged, read_manifest, settings_sha256, shard_name
 
 FLAGS = {"dtype": "--store", "compute_dtype": "--dtype", "stored": "--teacher", "data_sha256": "--data and --limit, with hash",
          "max_disk_gb": "--max-disk-gb"}
@@ -91,24 +91,19 @@ def begin(manifest, begun, args):
 
 def intact(begun, args):
     """The entries of the finished blocks whose shards are there, or with --max-disk-gb were read and removed; others are named."""
-    planned = begun["planned"]
-    gone = range(planned["heldout_blocks"], first_unread(args.out, planned)) if "room" in planned else ()
-    return [entry for entry in listed(begun) + journals(args.out, planned["blocks"])
-            if usable(entry, planned["blocks"]) and (entry["block"] in gone or whole(entry, args))]
+    blocks, gone = begun["planned"]["blocks"], acknowledged(args.out, begun["planned"])
+    return [entry for entry in listed(begun) + journals(args.out, blocks)
+            if usable(entry, blocks) and (entry["block"] in gone or whole(entry, args))]
 
 
 def remove_read(out, manifest):
-    """With --max-disk-gb: remove the shards that the training which follows has acknowledged. Returns the first block that it may
-    still read."""
-    planned = manifest["planned"]
-    if "room" not in planned:
-        return 0
-    first = first_unread(out, planned)
-    gone = set(map(shard_name, range(planned["heldout_blocks"], first)))
-    for path in out.glob("shard-*.safetensors"):
+    """Remove the shards that a training which follows has acknowledged. Returns their blocks, a range."""
+    blocks = acknowledged(out, manifest["planned"])
+    gone = set(map(shard_name, blocks))
+    for path in out.glob("shard-*.safetensors") if gone else ():
         if path.name in gone:
             path.unlink(missing_ok=True)  # another process may be faster
-    return first
+    return blocks
 
 
 def wait_for_room(manifest, block, out):
@@ -116,11 +111,12 @@ def wait_for_room(manifest, block, out):
     processes need not ask each other. Raises Failed when the training has ended before."""
     planned, spoke = manifest["planned"], time.monotonic() - 55  # a short wait needs no words
     while "room" in planned and block >= planned["heldout_blocks"]:
-        first = remove_read(out, manifest)
+        read = remove_read(out, manifest)
+        first = read.stop
         if sum(planned["block_bytes"][first : block + 1]) <= planned["room"]:
             return
         if (out / ACKNOWLEDGED).exists() and read_json(out / ACKNOWLEDGED).get("finished"):
-            raise Failed(f"the training that follows has ended with {first - planned['heldout_blocks']} of "
+            raise Failed(f"the training that follows has ended with {len(read)} of "
                          f"{planned['blocks'] - planned['heldout_blocks']} shards read, as its --max-steps said; no more are made")
         if time.monotonic() - spoke > 60:
             spoke = time.monotonic()

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.cli import RANK, UserError, say
 from common.files import read_json, write_json
-from common.shards import ACKNOWLEDGED, MANIFEST, Shards, first_unread, read_manifest, settings_sha256
+from common.shards import ACKNOWLEDGED, MANIFEST, Shards, acknowledged, read_manifest, settings_sha256
 
 
 class Order:
@@ -110,7 +110,7 @@ class Stream:
         """Go on at the position of `progress`. run: the name of this training. Raises UserError where shards are gone that are to be
         read."""
         self.position, self.run = {key: progress[key] for key in self.position}, run
-        gone = first_unread(self.shards.folder, self.planned)
+        gone = acknowledged(self.shards.folder, self.planned).stop
         if RANK == 0 and gone > self.position["block"]:
             raise UserError(f"--resume: {self.out} goes on at shard {self.position['block']}, and those before {gone} were removed when a "
                             f"later checkpoint had read them; restore that checkpoint, or extract again and train anew")

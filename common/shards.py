@@ -150,7 +150,7 @@ class Shards:
         elif not self.manifest["complete"]:
             raise UserError(f"{folder} is not finished ({len(entries)} of {planned['blocks']} blocks); give the extraction's command "
                             f"again and it goes on")
-        read = range(planned["heldout_blocks"], first_unread(self.folder, planned)) if self.followed else ()
+        read = acknowledged(self.folder, planned)
         if gone := sum(entry["block"] in read and not (self.folder / entry["file"]).exists() for entry in entries):
             raise UserError(f"{folder} lacks {gone} of its shards, which were removed after the training that follows had read them; its "
                             f"held-out part stays: extract again without --max-disk-gb for all of them")
@@ -313,17 +313,19 @@ def fitting(planned):
     return int(np.searchsorted(np.cumsum(sizes), planned["room"], side="right"))
 
 
-def first_unread(folder, planned):
-    """With --max-disk-gb: the first block that the training which follows may still read. Those before it, but for the held-out ones,
-    are acknowledged and removed."""
+def acknowledged(folder, planned):
+    """The blocks, a range, that a training which follows has read for good: they are or may be removed. It ends at the first unread one,
+    and is empty without --max-disk-gb."""
     path = Path(folder) / ACKNOWLEDGED
+    if "room" not in planned:
+        return range(0)
     if not path.exists():
-        return planned["heldout_blocks"]
+        return range(planned["heldout_blocks"], planned["heldout_blocks"])
     block = read_json(path).get("blocks")
     if type(block) is not int or not planned["heldout_blocks"] <= block <= planned["blocks"]:
         raise UserError(f"{path} acknowledges {block} blocks, {planned['heldout_blocks']}..{planned['blocks']} are possible; it is of "
                         f"another extraction or was edited: restore it")
-    return block
+    return range(planned["heldout_blocks"], block)
 
 
 def open_shards_target(shards, name=None, revision=None, trust_remote_code=False):
