@@ -7,24 +7,30 @@ a full-vocabulary drafter to that map instead; with --from-checkpoint it writes 
 """
 
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from common.cli import Parser, UserError, finite, human_bytes, in_range, positive_int, run, say
-from common.conversations import count_text, read_rows
-from common.corpus import add_data_arguments, longest_sample, prepare
-from common.drafter import load_drafter, save_drafter
-from common.figures import check_plot
+from common.accept import accept_figures, rounded
+from common.cli import Parser, Progress, UserError, finite, human_bytes, in_range, positive_int, run, say
+from common.conversations import add_data_arguments, count_text, longest_sample, prepare, read_rows
+from common.decode import decode
+from common.drafter import Drafter, captured_layers, drafter_config, load_drafter, save_drafter
 from common.files import TEMPORARY, check_output_folder, read_json, replace_folder, sha256_file
-from common.plan import check_fits, coverage_by_source, coverage_curve, expected_lengths, head_costs, plot_vocabulary, predict, pruned
+from common.loss import DRAFTED, draft_hits, simulate
+from common.plots import check_plot, plot_vocabulary
 from common.rendering import Renderer, chat_ids
-from common.sampling import end_ids, stop_ids
 from common.shards import Shards, check_shards, open_shards_target, other_template
-from common.target import chat_template_sha256, load_tokenizer, open_target, tokenizer_sha256
+from common.target import chat_template_sha256, check_same_target, end_ids, load_tokenizer, open_target, stop_ids, tokenizer_sha256
+from common.target_model import TargetModel
+from common.ttt import make_batch, supervised_rows
 from common.vocab import MAP_FILE, MAP_FILES, check_size, count_ids, load_map, map_sha256, ranking, rows_to_d2t, save_map, shortened
+from eval_speculative import heldout_prompts
 
 TARGET_KEYS = ("name", "tensors_sha256", "text_config_sha256", "vocab_size", "hidden_size")
 MADE_OF = ("shards_sha256", "data_sha256", "tokenizer_sha256", "chat_template_sha256", "template_kwargs", "max_length", "heldout", "system",
@@ -413,6 +419,196 @@ def print_lines(rows):
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for first, *cells in rows:
         say("  ".join([f"{first:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))]))
+
+
+SAMPLES = 256  # held-out ones that are walked over, at most
+SOURCES = 40  # that are told apart, the largest
+TIMED_TOKENS, TIMED_PROMPTS, TURNS = 17, 2, 2  # a drafter's decoding is timed over so many tokens, prompts, and rounds of all drafters
+
+
+def pruned(drafter, rows):
+    """A full-vocabulary Drafter cut to the lm_head rows of target ids int64 [D]; everything else is shared. None keeps all rows."""
+    if rows is None:
+        return drafter
+    with torch.device("meta"):
+        cut = Drafter({**drafter.config, "draft_vocab_size": len(rows)})
+    head = drafter.lm_head.weight
+    cut.load_state_dict({**drafter.state_dict(), "lm_head.weight": head[torch.as_tensor(rows, device=head.device)]}, assign=True)
+    cut.inverse_frequencies = drafter.inverse_frequencies  # a buffer that is not in the state
+    return cut.eval()
+
+
+def check_fits(folder, drafter, target, tokenizer, force, layers=None):
+    """Refuse the drafter in `folder` where it is not for the target with these facts, the tokenizer with this hash, or these layers.
+
+    Returns warnings: what force lets pass, and that a drafter does not say what it was trained for. Other sizes are always refused.
+    """
+    config, trained = drafter.config, drafter.config.get("training") or {}
+    made_for = {**(trained.get("target") or {**target, "name": "an unnamed target"}), "vocab_size": config["vocab_size"],
+                "hidden_size": config["target_hidden_size"]}
+    warnings = [check_same_target(made_for, target, f"the drafter {folder} was", force)]
+    if not trained.get("target"):
+        warnings.append(f"{folder} does not say which target it was trained for; only the sizes were compared")
+    if trained.get("tokenizer_sha256", tokenizer) != tokenizer:
+        warnings.append(f"{folder} was trained with tokenizer {str(trained['tokenizer_sha256'])[:12]}, {str(tokenizer)[:12]} is wanted")
+        if not force:
+            raise UserError(f"{warnings[-1]}; use the drafter, shards and map that belong together (--force goes on all the same)")
+    if layers and (own := captured_layers(config, target["num_layers"], folder)) != layers:
+        warnings.append(f"{folder} reads layers {own}, the shards hold {layers}: they were not extracted for it")
+        if not force:
+            raise UserError(f"{warnings[-1]}; count the shards that it was trained on (--force goes on all the same)")
+    return [warning for warning in warnings if warning]
+
+
+def coverage_curve(counted, heldout, order, sizes):
+    """[{draft_vocab, coverage, coverage_heldout}] of the maps of `sizes`; order: int64 [V] ids as a draft vocabulary takes them."""
+    shares = [np.cumsum(counts[order]) / counts.sum() if counts.any() else None for counts in (counted, heldout)]  # [V] each
+    return [{"draft_vocab": size, "coverage": float(shares[0][size - 1]),
+             "coverage_heldout": None if shares[1] is None else float(shares[1][size - 1])} for size in sizes]
+
+
+def layer_multiply_adds(target):
+    """Multiply-adds per token of a drafter's decoder layer, None when the target's text config does not say enough."""
+    from transformers import AutoConfig
+
+    text = dict(target["text_config"])
+    with suppress(TypeError, ValueError):  # no model type, or one with its own code: the file's own entries have to do
+        text = AutoConfig.for_model(**text).to_dict()  # fills in what the library takes for granted
+    known = SimpleNamespace(text=text, hidden_size=target["hidden_size"], vocab_size=target["vocab_size"], num_layers=0,
+                            model_class="")
+    try:
+        config = drafter_config(known, 1, [1, 2, 3])
+        with torch.device("meta"):
+            drafter = Drafter(config)
+    except (KeyError, UserError) as error:
+        say(f"the share of a drafting step is unknown: the target's text config does not say enough ({error})")
+        return None
+    return sum(weight.numel() for weight in drafter.midlayer.parameters() if weight.dim() == 2)
+
+
+def head_costs(sizes, target):
+    """[{draft_vocab, parameters, bytes (bfloat16), share of a drafting step's multiply-adds or None}]; target: its facts()."""
+    hidden, layer = target["hidden_size"], layer_multiply_adds(target)
+    return [{"draft_vocab": size, "parameters": size * hidden, "bytes": 2 * size * hidden,
+             "share": None if layer is None else size * hidden / (size * hidden + layer)} for size in sizes]
+
+
+def coverage_by_source(parts, order, sizes, names):
+    """{name: supervised_tokens, and coverage and coverage_heldout at each of `sizes`} of the largest sources; {} where there is one.
+
+    parts: as Shards.supervised gives them; order: int64 [V] ids as a draft vocabulary takes them; sizes: ascending.
+    """
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    counts = np.zeros((len(names), 2, len(sizes) + 1), dtype=np.int64)  # by source, held out, and first size that holds the token
+    for ids, aside, source in parts:
+        first = np.searchsorted(sizes, rank[ids], side="right")
+        counts += np.bincount((source.astype(np.int64) * 2 + aside) * (len(sizes) + 1) + first, minlength=counts.size).reshape(counts.shape)
+    totals = counts.sum((1, 2))
+    kept = [n for n in np.argsort(-totals, kind="stable").tolist() if totals[n]]
+    groups = {names[n] or "(none named)": counts[n] for n in kept[:SOURCES]}
+    if len(kept) > SOURCES:
+        groups[f"({len(kept) - SOURCES} others)"] = counts[kept[SOURCES:]].sum(0)
+    shares = {}
+    for name, group in groups.items() if len(groups) > 1 else ():
+        covered = [(row.cumsum()[:-1] / row.sum()).tolist() if row.any() else None for row in group]
+        shares[name] = {"supervised_tokens": int(group.sum()), "coverage": covered[0], "coverage_heldout": covered[1]}
+    return shares
+
+
+@torch.inference_mode()
+def expected_lengths(shards, target, maps, steps, acceptance, pilot):
+    """{size: (ceiling, expected accept length)} of vocabularies `maps`, {D: target ids int64 [D], None for the full one}.
+
+    The ceiling is the accept length of a drafter that misses only what its vocabulary lacks, walked over held-out answers. What is
+    expected is that walk with the own hits of `pilot`, (Drafter, its rows), or, where that is empty, with a share `acceptance` of them,
+    drawn. Raises UserError without held-out samples, and for a pilot of other layers.
+    """
+    samples = shards.heldout.nonzero()[0][:SAMPLES]
+    if not len(samples):
+        raise UserError(f"{shards.folder} holds no held-out samples, on which --predict goes; extract with --heldout")
+    if pilot:
+        config, layers = pilot[0].config, shards.manifest["layers"]
+        if (stated := captured_layers(config, target.num_layers, "the pilot")) != layers:
+            raise UserError(f"the pilot reads layers {stated}, {shards.folder} holds {layers}; give another --pilot")
+        if max(maps) > config["draft_vocab_size"]:
+            say(f"the pilot has {config['draft_vocab_size']} rows: what it would reach with more is at least what is told")
+    names = DRAFTED if pilot else ("input_ids", "loss_mask", "target_argmax")
+    embedding = target.embedding().float() if pilot else None
+    known = {size: None if rows is None else torch.from_numpy(np.isin(np.arange(target.vocab_size), rows)) for size, rows in maps.items()}
+    generator, counts = torch.Generator().manual_seed(0), {size: torch.zeros(2, 2, steps, dtype=torch.int64) for size in maps}
+    for first in range(0, len(samples), 8):
+        batch = make_batch([shards.sample(int(number), names) for number in samples[first : first + 8]])
+        rows, supervised = supervised_rows(batch["loss_mask"], batch["bounds"], steps)
+        at = rows[None] + torch.arange(1, steps + 1)[:, None]  # [K, R] the row where the target chooses what is drafted
+        chosen = batch["target_argmax"][at.clamp(max=len(batch["input_ids"]) - 1)]
+        hits = (draft_hits(pilot[0], embedding, batch, pilot[1], steps)[1] if pilot
+                else torch.rand(supervised.shape, generator=generator) < acceptance)
+        for size, inside in known.items():
+            possible = supervised if inside is None else supervised & inside[chosen]
+            for n, found in enumerate((possible, possible & hits)):
+                counts[size][n] += simulate(batch["loss_mask"], batch["bounds"], rows, found).sum(0)
+    lengths = {size: [accept_figures(*part.tolist())[0] for part in both] for size, both in counts.items()}
+    if None in lengths[max(maps)]:
+        raise UserError(f"the held-out answers of {shards.folder} are too short to predict from; extract longer ones")
+    return lengths
+
+
+def predict(shards, target, maps, steps, lengths, dtype, trust_remote_code=False):
+    """What drafters with vocabularies `maps` would reach here, one prompt at a time: a dict for vocab_map.json, key `prediction`.
+
+    lengths: of expected_lengths. Every step is timed with an untrained drafter of that size, as times do not depend on what was learnt.
+
+        tokens/s = n / (prefill + (n - 1) / accept length * (steps * draft + verify)), n: tokens of a mean held-out answer
+    """
+    model = TargetModel(target, shards.manifest["layers"], dtype, trust_remote_code=trust_remote_code)
+    model.check_logits()
+    times = step_times(model, maps, steps, shards)
+    answer = max(2, round(shards.index[shards.heldout.nonzero()[0][:SAMPLES], 5].mean()))
+    plain = times["prefill_ms"] + (answer - 1) * times["plain_ms"]
+    sizes = []
+    for size, draft_ms in times.pop("draft_ms").items():
+        ceiling, expected = lengths[size]
+        milliseconds = times["prefill_ms"] + (answer - 1) / expected * (steps * draft_ms + times["verify_ms"])
+        sizes.append({"draft_vocab": size, "ceiling": rounded(ceiling), "accept_length": rounded(expected), "draft_ms": draft_ms,
+                      "tokens_per_second": rounded(1000 * answer / milliseconds), "speed_up": rounded(plain / milliseconds)})
+    return {"steps": steps, "dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type,
+            "threads": torch.get_num_threads(), "target_sha256": shards.manifest["target"]["tensors_sha256"], "answer_tokens": answer,
+            **times, "sizes": sizes}
+
+
+@torch.inference_mode()
+def step_times(model, maps, steps, shards):
+    """Median milliseconds of plain decoding's step, of a verification, of reading a prompt, and of a drafting step by size."""
+    target = model.target
+    embedding = target.embedding().to(model.device, model.dtype)
+    with torch.device(model.device):
+        full = Drafter(drafter_config(target, target.vocab_size, shards.manifest["layers"])).to(model.dtype).eval()
+    drafters = {size: (pruned(full, rows), embedding, None if rows is None else torch.as_tensor(rows, device=model.device), None)
+                for size, rows in maps.items()}
+    prompts = [conversation.script[0] for conversation in heldout_prompts(shards, TIMED_PROMPTS)]
+    limits = min(TIMED_TOKENS, target.text["max_position_embeddings"] - steps - 1 - max(map(len, prompts)))
+    if limits < 3:
+        raise UserError(f"the prompts of {shards.folder} leave no room for an answer in the target's positions, to time one")
+    found = {size: [] for size in (0, *maps)}  # 0: plain decoding
+    progress = Progress((TURNS + 1) * len(found), "decodings", "timing")
+    for turn in range(TURNS + 1):
+        for size, groups in found.items():
+            progress.update(1)
+            for prompt in prompts:
+                group = decode(model, [prompt], limits if turn else 2, set(), drafters.get(size, ()), steps, 1, steps + 1)
+                if turn:  # the first, short round warms up
+                    groups.append(group)
+    progress.close()
+
+    def milliseconds(groups, read):
+        return rounded(1000 * median(seconds for group in groups for seconds in read(group)))
+
+    drafted = [group for size in maps for group in found[size]]
+    return {"plain_ms": milliseconds(found[0], lambda group: group.verify_seconds),
+            "prefill_ms": milliseconds(found[0], lambda group: [group.seconds - sum(group.verify_seconds)]),
+            "verify_ms": milliseconds(drafted, lambda group: group.verify_seconds),
+            "draft_ms": {size: rounded(milliseconds(found[size], lambda group: group.draft_seconds) / steps) for size in maps}}
 
 
 if __name__ == "__main__":

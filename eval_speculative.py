@@ -14,28 +14,28 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
 
+from common.accept import FEW, figures, names, rounded, simulated_figures, speed_interval
 from common.cli import Parser, Progress, UserError, in_range, positive_int, run, say, split_words
-from common.conversations import count_text
-from common.decode import decode, head_seconds, transformers_generate
+from common.conversations import Skip, count_text, parse_row, read_rows
+from common.decode import decode, distribution, head_seconds, transformers_generate
 from common.drafter import captured_layers, check_embedding, load_drafter
-from common.figures import check_plot, figures, plot, simulated_figures, table
 from common.files import replace_file
-from common.prompts import read_prompts, waves
+from common.loss import simulated
+from common.plots import check_plot, plot
 from common.rendering import Renderer
-from common.sampling import stop_ids
-from common.sampling_check import check_sampling
-from common.serve import answer, serve_commands, server_settings, start_server
-from common.shards import Shards, check_shards, open_shards_target, other_template
-from common.target import chat_template_sha256, check_same_target, load_tokenizer, open_target, tokenizer_sha256
+from common.sglang import answer, serve_commands, server_settings, start_server
+from common.shards import Shards, check_shards, check_tokenizer, open_shards_target, other_template
+from common.target import chat_template_sha256, check_same_target, load_tokenizer, open_target, stop_ids, tokenizer_sha256
 from common.target_model import TargetModel
-from common.training import simulated
-from common.verdict import answers_coverage, compare_prediction, coverage_warnings, read_prediction, simulated_coverage, verdict
+from common.vocab import MAP_FILE, check_coverage, coverage, map_facts
 
 PLAIN, TRANSFORMERS = 0, -1  # decoders' numbers; drafters are 1, 2, ...
 WARM_UP = 16  # tokens decoded before anything is timed
@@ -477,6 +477,445 @@ def write_answers(path, drafters, runs):
                         "concurrency": concurrency, "prompt_ids": prompt_ids, "ids": one.ids, "candidates": one.candidates,
                         "accepted": one.accepted}))
     replace_file(path, lambda temporary: temporary.write_text("\n".join(lines) + "\n"))
+
+
+@dataclass
+class Conversation:
+    """One row. `script` holds messages, with None where the target is still to answer; of rows of ids or text it is [ids, None]."""
+
+    line: int
+    category: str | None
+    tools: list | None
+    script: list
+
+
+@dataclass
+class Wave:
+    """Prompts that are decoded together: answer number `turn` of some conversations of one category."""
+
+    category: str | None
+    conversations: list
+    turn: int
+    prompts: list | None = None  # [(line, prompt ids)], made when the turns before are answered
+    groups: dict = field(default_factory=dict)  # decoder number to its Group
+
+    def prepare(self, renderer, room, vocab_size, skipped):
+        """Make the prompts; a conversation that cannot go on is counted in `skipped` with all that is left of it, and ends."""
+        self.prompts, kept = [], []
+        for conversation in self.conversations:
+            script = conversation.script
+            if None not in script:
+                continue
+            told = script[: script.index(None)]
+            try:
+                ids = told[0] if isinstance(told[0], list) else renderer.prompt_ids(told, conversation.tools)
+                if len(ids) > room:
+                    raise Skip("too long", f"{len(ids)} tokens, and {room} leave room for the answer in the target's positions")
+                if max(ids) >= vocab_size:
+                    raise Skip("malformed", f"token id {max(ids)}, the target has {vocab_size}")
+            except Skip as skip:
+                skipped[skip.reason] += script.count(None)
+                say(f"line {conversation.line + 1} skipped: {skip}")
+                script.clear()
+                continue
+            kept.append(conversation)
+            self.prompts.append((conversation.line, ids))
+        self.conversations = kept
+
+    def answered(self, group, renderer):
+        """Put the answers into the conversations, for the turns that follow."""
+        for conversation, one in zip(self.conversations, group.answers, strict=True):
+            conversation.script[conversation.script.index(None)] = renderer.message(one.ids)
+
+
+def waves(conversations, size):
+    """Fresh Waves over all answers of `conversations`: of one category, up to `size` conversations at a time, turn after turn."""
+    found = []
+    for category in dict.fromkeys(conversation.category for conversation in conversations):
+        own = [replace(c, script=[*c.script]) for c in conversations if c.category == category]
+        for first in range(0, len(own), size):
+            part = own[first : first + size]
+            for turn in range(max(conversation.script.count(None) for conversation in part)):
+                found.append(Wave(category, [conversation for conversation in part if conversation.script.count(None) > turn], turn))
+    return found
+
+
+def read_prompts(path, limit, tokenizer, target, force=False):
+    """([Conversation], Counter of skipped rows by reason, [warnings]) of JSON lines, or of held-out samples of a folder of shards."""
+    if path != "-" and Path(path).is_dir():
+        shards = Shards(path, first=0)
+        warning = check_tokenizer(tokenizer_sha256(target.folder), shards, f"the tokenizer of {target.name}", force)
+        return heldout_prompts(shards, limit), Counter(), [f"--force: {warning}"] if warning else []
+    rows, _, _ = read_rows(path, limit)
+    conversations, skipped = [], Counter()
+    for line, row in rows:
+        try:
+            tools, script = parse_prompt(row, tokenizer)
+        except Skip as skip:
+            skipped[skip.reason] += 1
+            say(f"line {line + 1} skipped: {skip}")
+            continue
+        if not isinstance(script[0], list) and not tokenizer.chat_template:
+            raise UserError(f"{path}, line {line + 1} is a conversation and the target's tokenizer has no chat template; add its "
+                            f"chat_template.jinja, or give rows with text or input_ids")
+        category = row.get("category")
+        conversations.append(Conversation(line, category if category is None else str(category), tools, script))
+    if not conversations:
+        raise UserError(f"{path} holds no prompt that can be used ({count_text(skipped) or 'the file has no rows'})")
+    return conversations, skipped, []
+
+
+def heldout_prompts(shards, limit):
+    """The samples' ids up to their first answer, as Conversations of the samples' sources."""
+    found = []
+    for number in shards.heldout.nonzero()[0][:limit]:
+        sample = shards.sample(int(number), ("input_ids", "loss_mask"))
+        ids, first = sample["input_ids"].tolist(), int(sample["loss_mask"].int().argmax())
+        if first:
+            found.append(Conversation(int(number), shards.manifest["sources"][shards.index[number, 4]] or None, None, [ids[:first], None]))
+    if not found:
+        raise UserError(f"{shards.folder} holds no held-out sample with a prompt; extract with --heldout, or give a file of prompts")
+    return found
+
+
+def parse_prompt(row, tokenizer):
+    """(tools, script) of one row: a conversation with answers ends at its last user message, one without gets one behind each."""
+    try:
+        parsed = parse_row(row)
+    except Skip as skip:
+        if skip.reason != "no answer":
+            raise
+        parsed = parse_row(row, regenerate=True)
+    if "text" in parsed:
+        return None, [tokenizer(parsed["text"])["input_ids"], None]
+    if "input_ids" in parsed:
+        answer = parsed["loss_mask"].index(1) if row.get("loss_mask") and 1 in parsed["loss_mask"] else 0
+        return None, [parsed["input_ids"][:answer] if answer else parsed["input_ids"], None]
+    script = parsed["messages"]
+    if None not in script:
+        last = max(n for n, message in enumerate(script) if message["role"] == "user")
+        script = [*script[: last + 1], None]
+    return parsed["tools"], script
+
+
+PREDICTED = ("accept_length", "ceiling", "draft_ms", "tokens_per_second", "speed_up")
+NOISY = 1.2  # times as long: the verifications of drafters beside each other, which are the same work
+COMPARED_FIGURES = {"accept_length": "accept length", "tokens_per_second": "tokens/s", "speed_up": "speed-up"}
+
+
+def answers_coverage(groups, rows, vocab_size):
+    """Share of the tokens of the groups' answers that could be drafted, all but each answer's first, whose id is in the draft
+    vocabulary: `rows` int64 [D], None for the full one. None without such tokens."""
+    return _share([token for group in groups for answer in group.answers for token in answer.ids[1:]], rows, vocab_size)
+
+
+def simulated_coverage(shards, samples, rows):
+    """The same of what a simulated walk goes over in `samples` of Shards: it drafts no answer's first token, and no sample's second."""
+    drafted = []
+    for number in samples:
+        sample = shards.sample(int(number), ("input_ids", "loss_mask"))
+        supervised = sample["loss_mask"].bool()
+        drafted += sample["input_ids"][2:][supervised[2:] & supervised[1:-1]].tolist()
+    return _share(drafted, rows, shards.manifest["target"]["vocab_size"])
+
+
+def _share(tokens, rows, vocab_size):
+    counts = np.bincount(np.array(tokens, dtype=np.int64), minlength=vocab_size)
+    return rounded(coverage(counts, slice(None) if rows is None else rows.cpu().numpy()))
+
+
+def coverage_warnings(entries, configs):
+    """Sentences on drafters whose vocabulary covers clearly less of what was decoded or simulated than their `configs` promise.
+
+    It is no fault: other domains are measured on purpose. entries: those of one concurrency first, in the order of `configs`.
+    """
+    found = [check_coverage(entry[key], config.get("training") or {}, f"the draft vocabulary of {entry['drafter']}", True, tokens)
+             for entry, config in zip(entries, configs, strict=False)
+             for key, tokens in (("coverage", "the plain answers' tokens"), ("simulated_coverage", "the held-out answers' tokens"))
+             if entry.get(key) is not None]
+    return [warning for warning in found if warning]
+
+
+def verdict(entries, groups, settings):
+    """Which drafter of one run is the fastest, a dict, or None where fewer than two were timed.
+
+    entries: the figures of every drafter on the same prompts at one concurrency; groups: of each entry the Groups it was made of.
+
+    The winner has the most tokens/s. It is `too_close` to tell where the 95 % interval of its tokens/s over the runner-up's (bootstrap
+    over the prompts that were decoded together, both drafters' times of the same prompts drawn together) includes 1, with few prompts,
+    and where the same verification took drafters so different times that other work on the machine decides.
+
+    Plain decoding is reached at an accept length of accept_length(winner) * tokens/s(plain) / tokens/s(winner).
+    """
+    order = sorted((n for n, entry in enumerate(entries) if entry["tokens_per_second"]), key=lambda n: -entries[n]["tokens_per_second"])
+    if len(order) < 2:
+        return None
+    titles, (first, second) = names(entries), order[:2]
+    winner, rate, length = entries[first], entries[first]["tokens_per_second"], entries[first]["accept_length"]
+    interval = speed_interval(groups[first], groups[second])
+    verifying = [entries[n]["verify_ms"] for n in order if entries[n]["verify_ms"]] or [1]
+    doubts = [words for words, holds in (
+        ("one batch of prompts cannot tell", interval is None), ("too close to tell", interval is not None and interval[0] <= 1),
+        (f"{winner['prompts']} prompts are too few to tell", interval is not None and winner["prompts"] < FEW),
+        (f"other work on the machine decides: a verification took {min(verifying):.0f} to {max(verifying):.0f} ms",
+         max(verifying) > NOISY * min(verifying))) if holds]
+    ratio = rate / entries[second]["tokens_per_second"]
+    where = settings["backend"] if settings["backend"] != "local" else settings["device"] if settings["device"] != "cpu" else (
+        f"cpu, {settings['threads']} thread{'s' * (settings['threads'] > 1)}")
+    span = "" if interval is None else f" (95 %: {interval[0]:.2f}-{interval[1]:.2f})"
+    sentences = [f"fastest here ({where}, {settings['dtype']}, {winner['concurrency']} at once): {titles[first]} with {rate:.1f} tokens/s, "
+                 f"{ratio:.2f} times {titles[second]}{span}{''.join(f'; {words}' for words in doubts)}"]
+    plain, beaten = winner["baseline_tokens_per_second"], None
+    if plain and length:
+        beaten, needed = plain > rate, length * plain / rate
+        span = winner["speed_up_interval"]
+        unclear = ", too close to tell" if span is None or span[0] <= 1 <= span[1] else ""
+        if beaten:
+            sentences.append(f"plain decoding beats them all with {plain:.1f} tokens/s{unclear}: {titles[first]} would have to reach an "
+                             f"accept length of {needed:.2f}, and reached {length:.2f}{beyond(needed, settings['steps'])}")
+        elif unclear:
+            sentences.append(f"plain decoding makes {plain:.1f} tokens/s: whether {titles[first]} is faster is too close to tell")
+    even, more = break_even(entries, order, settings["steps"])
+    return {"concurrency": winner["concurrency"], "winner": winner["drafter"], "runner_up": entries[second]["drafter"],
+            "ratio": rounded(ratio), "ratio_interval": interval, "too_close": bool(doubts), "plain_beats_all": beaten,
+            "break_even": even, "sentences": sentences + more}
+
+
+def break_even(entries, order, steps):
+    """What each drafter would have to reach to be as fast as the winner, the first in `order` (numbers of entries): (dicts, sentences).
+
+    A round of K steps takes K * draft_ms + verify_ms and brings accept_length tokens, so that is an accept length of
+
+        accept_length(winner) * round(other) / round(winner)
+
+    draft_ms is each one's median; verify_ms the median of all drafters', as verifying is the same work behind each. Empty where rounds
+    are not timed, as on servers.
+    """
+    timed = [n for n in order if entries[n]["accept_length"] and entries[n]["draft_ms"]]
+    if order[0] not in timed:
+        return [], []
+    titles, winner, verify_ms = names(entries), entries[order[0]], median(entries[n]["verify_ms"] for n in timed)
+    found, sentences = [], []
+    for n in timed[1:]:
+        entry, (round_ms, winner_ms) = entries[n], [steps * one["draft_ms"] + verify_ms for one in (entries[n], winner)]
+        reached, needed = entry["accept_length"], winner["accept_length"] * round_ms / winner_ms
+        found.append({"drafter": entry["drafter"], "draft_vocab": entry["draft_vocab"], "accept_length": reached,
+                      "break_even_accept_length": rounded(needed), "round_ms": rounded(round_ms), "winner_round_ms": rounded(winner_ms)})
+        told = (f"{titles[n]} ({entry['draft_vocab']} rows) would have to reach an accept length of {needed:.2f} to be as fast as "
+                f"{titles[order[0]]} ({winner['draft_vocab']} rows): it drafts in {entry['draft_ms']:.1f} ms for {winner['draft_ms']:.1f}, "
+                f"a verification takes {verify_ms:.1f}, and it reached {reached:.2f}")
+        if reached >= needed:
+            told += "; by these medians it is as fast, but tokens/s also hold reading the prompts and rounds that other work slowed"
+        else:
+            told += beyond(needed, steps)
+        sentences.append(told)
+    return found, sentences
+
+
+def beyond(needed, steps):
+    return f", where {steps} steps cannot give more than {steps + 1}" if needed > steps + 1 else ""
+
+
+def read_prediction(folder, facts, steps, force):
+    """(what build_vocab_map.py --predict wrote into the map in `folder`, warnings).
+
+    facts: of the target that is measured. Raises UserError where there is none, and where it is for other steps or another target.
+    """
+    facts_there = map_facts(folder, "--prediction")
+    found, target = facts_there.get("prediction"), facts_there.get("target") or {}
+    again = f"make one with build_vocab_map.py --predict {steps}"
+    if found is None:
+        raise UserError(f"--prediction {folder}: its {MAP_FILE} holds no prediction; {again}")
+    sizes = found.get("sizes") if isinstance(found, dict) else None
+    if not isinstance(sizes, list) or not all(
+            isinstance(size, dict) and type(size.get("draft_vocab")) is int
+            and all(size.get(key) is None or type(size[key]) in (int, float) and 0 <= size[key] < 1e12 for key in PREDICTED)
+            for size in sizes):
+        raise UserError(f"--prediction {folder}: the prediction in its {MAP_FILE} cannot be used; {again}")
+    if found.get("steps") != steps:
+        raise UserError(f"--prediction {folder} is for {found.get('steps')} steps, {steps} are measured; give the same --steps, or {again}")
+    warnings = [check_same_target(made_for, facts, f"--prediction {folder} was", force)
+                for made_for in (target, {**target, "tensors_sha256": found.get("target_sha256")})]
+    return found, [f"--force: {warning}" for warning in dict.fromkeys(warnings) if warning]
+
+
+def compare_prediction(summary, prediction, folder):
+    """Put what was predicted for its size into every drafter's entry, and into the summary how far the measurement is from it.
+
+    Returns warnings. Times are compared at concurrency 1, which is what is predicted.
+    """
+    settings, entries = summary["settings"], summary["drafters"]
+    sizes = {size["draft_vocab"]: {key: rounded(size.get(key)) for key in PREDICTED} for size in prediction["sizes"]}
+    for entry in entries:
+        entry["predicted"] = sizes.get(entry["draft_vocab"])
+    errors, told = {}, []
+    for key, title in COMPARED_FIGURES.items():
+        pairs = [(entry["predicted"][key], entry.get(key) or key == "accept_length" and entry.get("simulated_accept_length"), name)
+                 for entry, name in zip(entries, names(entries), strict=True)
+                 if entry["predicted"] and (key == "accept_length" or entry.get("concurrency") == 1)]
+        found = [(abs(predicted / measured - 1), name) for predicted, measured, name in pairs if predicted is not None and measured]
+        errors[key] = rounded(max(found)[0]) if found else None
+        told += [f"{title} {max(found)[0]:.1%} ({max(found)[1]})"] if found else []
+    summary["prediction"] = {"map": str(folder), "largest_error": errors, "sentences": [
+        f"largest error of the prediction: {', '.join(told)}" if told else "the prediction names no figure that was measured here"]}
+    ours = {**settings, "device": "cpu" if settings["device"] == "cpu" else "cuda"}  # settings name the card
+    wrong = [f"{name} {wanted} for {ours[name]}" for name, wanted in {
+        "backend": "local", "topk": 1, "temperature": 0.0, **{key: prediction.get(key) for key in ("dtype", "device", "threads")}}.items()
+        if summary["prompts"] and ours[name] != wanted]
+    if summary["prompts"] and max(settings["concurrency"]) > 1:
+        wrong.append("one prompt at once")
+    return [f"--prediction {folder} is for {', '.join(wrong)}: what it says of times does not compare"] if wrong else []
+
+
+LENGTH = 3  # tokens: the one that prefill gives, and two that drafts are judged for
+BATCH = 64  # answers drawn at once
+CELL = 5  # expected count from which an answer is a cell of its own; all others are one together
+
+
+@torch.inference_mode()
+def check_sampling(model, prompt_ids, draws, sampling, drafter, steps, topk, draft_tokens, numbers):
+    """Pearson's chi-square of `draws` answers of three tokens, decoded as always, against their exact chances.
+
+    drafter, steps, topk, draft_tokens, numbers: as decode takes them. Returns a dict of chi_square, cells, p_value.
+    """
+    chances = exact_chances(model, prompt_ids, draws, sampling)
+    counts = dict.fromkeys(chances, 0)
+    for first in range(0, draws, BATCH):
+        group = decode(model, [prompt_ids] * min(BATCH, draws - first), LENGTH, frozenset(), drafter, steps, topk, draft_tokens, sampling,
+                       numbers)
+        for one in group.answers:
+            if tuple(one.ids) in counts:
+                counts[tuple(one.ids)] += 1
+    observed = torch.tensor([*counts.values(), draws - sum(counts.values())], dtype=torch.float64)
+    expected = torch.tensor([*chances.values(), 1 - sum(chances.values())], dtype=torch.float64) * draws
+    return {"draws": draws, **chi_square(observed, expected)}
+
+
+def chi_square(observed, expected):
+    """Of counts float64 [C]: the last cell is merged into the one before when it expects too little."""
+    if len(expected) > 1 and expected[-1] < CELL:
+        observed, expected = (torch.cat([part[:-2], part[-2:].sum()[None]]) for part in (observed, expected))
+    statistic = float(((observed - expected) ** 2 / expected.clamp_min(1e-12)).sum())
+    freedom = len(expected) - 1
+    p_value = float(torch.special.gammaincc(*torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)))
+    return {"chi_square": round(statistic, 3), "cells": len(expected), "p_value": p_value if freedom else None}
+
+
+def exact_chances(model, prompt_ids, draws, sampling):
+    """{answer of LENGTH ids: its chance} of all that are expected CELL times or more in so many draws, from the target alone."""
+    found = {(): 1.0}
+    for _ in range(LENGTH):
+        longer, prefixes = {}, list(found)
+        for first in range(0, len(prefixes), BATCH):
+            part = prefixes[first : first + BATCH]
+            _, last = model.states(torch.tensor([[*prompt_ids, *prefix] for prefix in part], device=model.device))
+            chances, ids = distribution(model.logits(last[:, -1]), sampling)  # [B, C]
+            for i, prefix in enumerate(part):
+                whole = found[prefix] * chances[i].double()
+                for place in (whole * draws >= CELL).nonzero()[:, 0].tolist():
+                    token = place if ids is None else int(ids[i, place])
+                    longer[(*prefix, token)] = float(whole[place])
+        found = longer
+    return found
+
+
+TIE = 4  # rounding steps between two logits: as much as another order of adding up moves them
+
+SHOWN = 5  # differences of one drafter in the table
+
+COLUMNS = [  # title, key, digits
+    ("vocab", "draft_vocab", 0), ("cover", "coverage", 4), ("conc.", "concurrency", 0), ("accept", "accept_length", 3),
+    ("95 %", "accept_length_interval", 2),
+    ("d", "acceptance", 3), ("simul.", "simulated_accept_length", 3), ("95 %", "simulated_accept_length_interval", 2),
+    ("s", "simulated_acceptance", 3), ("s. cover", "simulated_coverage", 4), ("tok/s", "tokens_per_second", 1),
+    ("plain", "baseline_tokens_per_second", 1), ("speed-up", "speed_up", 2), ("95 %", "speed_up_interval", 2), ("draft ms", "draft_ms", 2),
+    ("head", "head_share", 2), ("verify ms", "verify_ms", 1), ("identical", "identical", 0),
+]
+
+BESIDE = [  # measured, then predicted, then the accept length of a drafter that is always right where its vocabulary has the token
+    ("vocab", "draft_vocab", 0), ("accept", "accept_length", 3), ("simul.", "simulated_accept_length", 3),
+    ("pred. accept", "predicted.accept_length", 3), ("tok/s", "tokens_per_second", 1), ("pred. tok/s", "predicted.tokens_per_second", 1),
+    ("speed-up", "speed_up", 2), ("pred. x", "predicted.speed_up", 2), ("draft ms", "draft_ms", 2), ("pred. ms", "predicted.draft_ms", 2),
+    ("pred. ceiling", "predicted.ceiling", 3),
+]
+
+def table(summary):
+    """The summary as lines, of at most 160 characters in the table; columns that nothing was measured for are left out. The verdict's
+    sentences come last."""
+    settings, entries = summary["settings"], summary["drafters"]
+    words = [f"{key.replace('_', ' ')} {settings[key]}" for key in
+             ("backend", "dtype", "device", "threads", "steps", "topk", "draft_tokens", "max_new_tokens", "temperature")
+             if settings.get(key) is not None]
+    if settings.get("temperature"):
+        words += [f"{key.replace('_', ' ')} {settings[key]}" for key in ("top_p", "top_k", "seed")]
+    samples = [entry["simulated_samples"] for entry in entries if "simulated_samples" in entry]
+    what = [f"{summary['prompts']} prompts"] * bool(summary["prompts"]) + [f"{count} held-out samples simulated" for count in samples[:1]]
+    lines = [f"{summary['target']}, {', '.join(what)}: {', '.join(words)}"]
+    if min(filter(None, [summary["prompts"], *samples]), default=0) < FEW:
+        lines.append(f"fewer than {FEW} prompts: the intervals are rough")
+    first = f", {entries[0]['concurrency']} at once" if len({entry.get("concurrency") for entry in entries}) > 1 else ""
+    for key, name in (("baseline_tokens_per_second", f"plain decoding{first}"),
+                      ("transformers_tokens_per_second", "transformers' own generate, one prompt at a time")):
+        if summary.get(key) is not None:
+            lines.append(f"{name}: {summary[key]:.1f} tokens/s")
+    if ratio := summary.get("plain_over_transformers"):
+        lines[-1] += f"; plain decoding of the same prompts {ratio:.2f} times that"
+    rows = []
+    for name, entry in zip(names(entries), entries, strict=True):
+        rows.append((name, entry))
+        parts = entry.get("categories") or {}
+        rows += [(f"  {category}", part) for category, part in parts.items() if len(parts) > 1]
+    lines += grid(rows, COLUMNS)
+    for name, entry in zip(names(entries), entries, strict=True):
+        if differences := entry.get("differences"):
+            lines.append(f"{name} differs from plain decoding in {len(differences)} of {entry['prompts']} prompts")
+            for one in differences[:SHOWN]:
+                lines.append(f"  line {one['line']}, answer token {one['position'] + 1}: {one['drafted']} for {one['plain']}")
+                if (steps := one.get("rounding_steps")) is not None:
+                    lines[-1] += (f", whose logit is {one['gap']:.4g} higher, {steps:g} rounding step{'s' * (steps != 1)} of "
+                                  f"{settings['dtype']}: {'a near tie' if steps <= TIE else 'MORE than rounding'}")
+            if len(differences) > SHOWN:
+                lines.append(f"  and {len(differences) - SHOWN} more in the summary")
+    for part in summary.get("verdict") or ():
+        lines += part["sentences"]
+    if prediction := summary.get("prediction"):
+        lines += ["prediction beside measurement:", *grid(list(zip(names(entries), entries, strict=True)), BESIDE),
+                  *prediction["sentences"]]
+    return lines
+
+def grid(rows, columns):
+    """Lines of a table of (name, entry) rows and (title, key, digits) columns; those that no entry has a value for are left out."""
+    found = [["drafter", *(name for name, _ in rows)]]
+    for title, key, digits in columns:
+        values = [_value(entry, key) for _, entry in rows]
+        parts = [(title, values)]
+        if key in ("acceptance", "simulated_acceptance"):
+            depths = max((len(value) for value in values if value), default=0)
+            parts = [(f"{title}{depth + 1}", [value[depth] if value else None for value in values]) for depth in range(depths)]
+        found += [[name, *(_cell(value, digits) for value in part)] for name, part in parts
+                  if any(value not in (None, "") for value in part)]
+    widths = [max(map(len, column)) for column in found]
+    widths[0] = min(widths[0], max(12, 160 - sum(widths[1:]) - 2 * len(widths[1:])))
+    lines = []
+    for first, *cells in zip(*found, strict=True):
+        short = first if len(first) <= widths[0] else f"{first[: 2 if first[0] == ' ' else 0]}…{first[-widths[0] + 3 :]}"
+        lines.append("  ".join([f"{short:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))]))
+    return lines
+
+def _value(entry, key):
+    """entry["a"]["b"] for a.b; "" where categories have none, None where nothing was measured or predicted."""
+    if key == "identical":
+        return "-" if entry.get(key) is None else f"{entry[key]} of {entry['prompts']}"
+    first, _, second = key.partition(".")
+    value = entry.get(first, "")
+    return value[second] if second and value else value
+
+def _cell(value, digits):
+    if isinstance(value, str):  # also "": drafters have it and categories do not
+        return value
+    if isinstance(value, list):
+        return "-".join(f"{item:.{digits}f}" for item in value)
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

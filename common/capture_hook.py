@@ -72,6 +72,7 @@ def _write(folder, rid, rows):
     except Exception as error:  # told to whoever waits for the file; the engine serves on
         try:
             temporary.unlink(missing_ok=True)
-            (folder / f"{rid}.error").write_text(f"{type(error).__name__}: {error}")
+            temporary.write_text(f"{type(error).__name__}: {error}")
+            temporary.replace(folder / f"{rid}.error")  # at once: it is read as soon as it is there
         except OSError:
             print(f"states of {rid} cannot be written to {folder}: {error}", flush=True)

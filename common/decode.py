@@ -4,6 +4,7 @@ Both are the same loop through the same target code, so that the one is the base
 last token alone. Several prompts are decoded at once, each at its own pace; the target's answers for training are made so too.
 """
 
+import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,8 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from common.cli import UserError
-from common.sampling import choose, distribution, pick
+from common.files import read_json
 from common.target_model import SlotCache
+
+LEAST_TEMPERATURE = 1e-5  # vLLM takes less for greedy, and so does SGLang, from 1e-6 on; at last logits would overflow
 
 
 @dataclass
@@ -349,3 +352,54 @@ def clock(device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def sampling_settings(target, temperature, top_p, top_k):
+    """{temperature, top_p, top_k}, checked. `temperature` is a text: a number, 0 for greedy, or `config` for all three from the
+    target's generation config."""
+    if temperature == "config":
+        file = target.folder / "generation_config.json"
+        config = read_json(file) if file.exists() else {}
+        temperature = (config.get("temperature") or 1.0) if config.get("do_sample") else 0
+        top_p, top_k = config.get("top_p") or 1.0, config.get("top_k") or 0
+    try:
+        temperature, top_p, top_k = float(temperature), float(top_p), int(top_k)
+        right = (temperature == 0 or LEAST_TEMPERATURE <= temperature < float("inf")) and 0 < top_p <= 1 and top_k >= 0
+    except (TypeError, ValueError, OverflowError):
+        right = False
+    if not right:
+        raise UserError(f"temperature {temperature}, top-p {top_p}, top-k {top_k}: a temperature of 0 (greedy), at least "
+                        f"{LEAST_TEMPERATURE}, or config, a top-p above 0, up to 1, and a top-k of at least 0 are wanted")
+    return {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+
+
+def distribution(logits, sampling):
+    """(chances, ids or None) of float32 logits [..., V] at temperature, top_k and top_p: chances [..., C] sum to 1, of token ids
+    [..., C], likeliest first, or of all in order (None)."""
+    logits, ids = logits / sampling["temperature"], None
+    if sampling["top_k"] or sampling["top_p"] < 1:
+        logits, ids = logits.topk(min(sampling["top_k"] or logits.shape[-1], logits.shape[-1]))
+    chances = logits.softmax(-1)
+    if sampling["top_p"] < 1:
+        least = max(sampling["top_p"], 1e-30)  # less is 0 in float32, and would leave nothing
+        chances = chances.masked_fill(chances.cumsum(-1) - chances >= least, 0.0)
+        chances = chances / chances.sum(-1, keepdim=True)
+    return chances, ids
+
+
+def pick(chances, ids, numbers):
+    """int64 [N]: ids drawn from a `distribution` over [N, C], by inverting its cumulative sum at uniform `numbers` float64 [N]."""
+    ladder = chances.double().cumsum(-1)
+    places = torch.searchsorted(ladder, (numbers * ladder[:, -1])[:, None], right=True)
+    return (places if ids is None else ids.gather(1, places))[:, 0]
+
+
+def choose(model, last, sampling, numbers):
+    """int64 [N]: the target's next ids for last states [N, H], greedy, or drawn at N uniform `numbers`, float64."""
+    return pick(*distribution(model.logits(last), sampling), numbers.flatten()) if sampling["temperature"] else model.argmax(last)
+
+
+def random_numbers(seed, name, count):
+    """float64 [count] uniform numbers that depend on nothing but the seed and `name`, any JSON value."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little"))).random(count)

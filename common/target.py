@@ -314,3 +314,18 @@ def _find(weights, endings):
         if found:
             return min(found, key=len)
     return None
+
+
+def end_ids(target, tokenizer):
+    """Every end-of-sequence id, ascending, also those beyond the lm_head: of the generation config, the config and the tokenizer."""
+    found = set()
+    file = target.folder / "generation_config.json"
+    for value in (tokenizer.eos_token_id, read_json(file).get("eos_token_id") if file.exists() else None, target.text.get("eos_token_id"),
+                  target.raw_text.get("eos_token_id")):
+        found.update(token for token in (value if isinstance(value, list) else [value]) if type(token) is int and token >= 0)
+    return sorted(found)
+
+
+def stop_ids(target, tokenizer):
+    """The end-of-sequence ids that the target can say, ascending: engines stop at all of them."""
+    return [token for token in end_ids(target, tokenizer) if token < target.vocab_size]

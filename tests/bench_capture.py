@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
-from common.capture import SGLang
+from common.sglang import SGLang
 from common.target import default_layers, open_target
 
 ROUNDS, SAMPLES, LENGTH = 7, 4, 256

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import extract_hidden_states
-from common.backend import Transformers
 from common.cli import Parser, positive_int, run, say
 from common.shards import STORE
 from common.target import open_target, parse_layers
+from extract_hidden_states import Transformers
 
 
 def main():

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 from common.cli import Parser, UserError, positive_int, run, say
 from common.drafter import Drafter
-from common.training import Teacher, TrainStep
+from common.loss import Teacher, TrainStep
 from common.ttt import make_batch
 
 DEPTHS, DECAY = 7, 0.8

@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import capture, capture_hook
-from common.capture import HOOK, SGLang, server_command
-from common.serve import _wait
+from common import capture_hook
+from common import sglang as capture
+from common.sglang import HOOK, SGLang, _wait, server_command
 from common.shards import Shards
 from common.target import open_target
 from common.target_model import TargetModel

@@ -7,7 +7,7 @@ from argparse import ArgumentTypeError
 import pytest
 
 from common.cli import Parser, UserError
-from common.corpus import json_object
+from common.conversations import json_object
 from tests.scripts import ROOT
 
 ENDS = [  # how a script is started, its exit code and what it says

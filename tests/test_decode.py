@@ -4,17 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+import eval_speculative as sampling_check
 from common import decode as engine
-from common import sampling_check
+from common.accept import figures
 from common.cli import UserError
-from common.decode import Answer, Draft, Group, Tree, cut, decode, transformers_generate
+from common.decode import Answer, Draft, Group, Tree, cut, decode, distribution, pick, sampling_settings, transformers_generate
 from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
-from common.figures import figures
-from common.sampling import distribution, pick, sampling_settings
-from common.sampling_check import check_sampling, chi_square
 from common.target import default_layers, open_target
 from common.target_model import SlotCache, TargetModel
-from eval_speculative import LEAST_CHANCE
+from eval_speculative import LEAST_CHANCE, check_sampling, chi_square
 from tests import tiny
 from tests.reference import draft_logits
 

@@ -15,10 +15,9 @@ import eval_speculative
 from common import decode as engine
 from common.cli import UserError
 from common.drafter import captured_layers, load_drafter, save_drafter
-from common.prompts import Conversation, parse_prompt, waves
 from common.target import default_layers, open_target
 from common.target_model import TargetModel
-from eval_speculative import main
+from eval_speculative import Conversation, main, parse_prompt, waves
 from tests import tiny
 from tests.scripts import EXACT, call
 from tests.test_serve import INFO, Fake, facts

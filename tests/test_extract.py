@@ -11,11 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import common.backend
 import extract_hidden_states
 from common.cli import Failed, UserError
-from common.decode import decode
-from common.sampling import choose, random_numbers, sampling_settings
+from common.decode import choose, decode, random_numbers, sampling_settings
 from common.shards import Shards
 from common.target import check_same_target, load_tokenizer, open_target
 from common.target_model import TargetModel
@@ -408,7 +406,7 @@ class Shifted:
 
 
 def test_another_backend_needs_no_more_than_answers_states_and_an_lm_head(tmp_path, monkeypatch, target, data):
-    monkeypatch.setattr(common.backend, "SGLang", Shifted)
+    monkeypatch.setattr(extract_hidden_states, "SGLang", Shifted)
     extract(monkeypatch, target=target, data=data, out=tmp_path / "out", backend="sglang", regenerate=True, max_batch_tokens=150)
     shards = Shards(tmp_path / "out")
     for number in range(len(shards.index)):

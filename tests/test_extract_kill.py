@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 import common.cli
-import common.journal
 import extract_hidden_states
 from common.cli import UserError
 from common.files import lock_folder, replace_file, sha256_file
@@ -59,7 +58,7 @@ def _extract(arguments, log, launched, fatal):
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # its own one, of several processes, would outlive a kill
     os.environ.update({key: str(value) for key, value in launched.items()})
-    for module in (common.cli, common.journal, extract_hidden_states):
+    for module in (common.cli, extract_hidden_states):
         module.RANK = launched.get("RANK", 0)
     out, seen = arguments[arguments.index("--out") + 1], 0
 

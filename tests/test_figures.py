@@ -12,25 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from common.accept import accept_figures, accept_interval, figures, interval, names, simulated_figures
 from common.cli import UserError
 from common.drafter import load_drafter
-from common.figures import (
-    PNG,
-    accept_figures,
-    accept_interval,
-    check_plot,
-    figure_class,
-    figures,
-    interval,
-    names,
-    plot,
-    simulated_figures,
-    table,
-)
+from common.loss import simulated
+from common.plots import PNG, check_plot, figure_class, plot
 from common.shards import Shards, check_shards, open_shards_target
 from common.target import chat_template_sha256, load_tokenizer, open_target, stored_template_sha256, tokenizer_sha256
-from common.training import simulated
-from common.verdict import answers_coverage, compare_prediction, read_prediction, simulated_coverage, verdict
+from eval_speculative import answers_coverage, compare_prediction, read_prediction, simulated_coverage, table, verdict
 from tests import reference, tiny
 from tests.scripts import EXACT, call
 from tests.test_training import EMBEDDING, MAP, drafter_of, sample_of

@@ -20,11 +20,11 @@ from tqdm import tqdm
 import extract_hidden_states
 from common.cli import UserError
 from common.files import write_json
-from common.journal import take_over
-from common.order import Stream, expected_tokens, schedule
 from common.shards import ACKNOWLEDGED, Shards, read_manifest
+from extract_hidden_states import take_over
 from tests import tiny
 from tests.scripts import EXACT, call, shell
+from train_drafter import Stream, expected_tokens, schedule
 
 ROOM = 0.0011  # GB, of which the held-out samples take a third; a shard takes 0.15 MB
 # Each run is a process of its own, forked from one that has imported everything and done nothing else: a start takes no second.

@@ -8,14 +8,15 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import linear
 
+from build_vocab_map import check_fits, step_times
 from common.cli import UserError
 from common.decode import Group
 from common.drafter import load_drafter
 from common.files import sha256_file, write_json
-from common.plan import check_fits, plot_vocabulary, step_times
+from common.loss import simulated
+from common.plots import plot_vocabulary
 from common.shards import Shards
 from common.target import open_target
-from common.training import simulated
 from common.vocab import load_map, map_sha256, rows_to_d2t
 from tests import reference, tiny
 from tests.scripts import call, make_work
@@ -239,7 +240,7 @@ def test_what_is_timed(work, monkeypatch):
             return Group([], 0.5 * slow, [], [0.1 * slow] * 3)
         return Group([], 9.0, [0.001 * len(drafter[0].lm_head.weight) * slow] * 3, [0.2 * slow] * 3)
 
-    monkeypatch.setattr("common.plan.decode", decode)
+    monkeypatch.setattr("build_vocab_map.decode", decode)
     model = SimpleNamespace(target=open_target(work / "target"), device=torch.device("cpu"), dtype=torch.float32)
     times = step_times(model, {60: load_map(work / "map")[0], 328: None}, 3, Shards(work / "shards"))
     assert times == {"plain_ms": 100.0, "prefill_ms": 200.0, "verify_ms": 200.0, "draft_ms": {60: 20.0, 328: 109.3333}}

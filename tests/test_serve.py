@@ -16,7 +16,7 @@ import transformers
 
 from common.cli import UserError
 from common.drafter import Drafter, drafter_config, save_drafter
-from common.serve import answer, count_verifications, serve_commands, server_settings, start_server
+from common.sglang import answer, count_verifications, serve_commands, server_settings, start_server
 from common.target import default_layers, open_target
 from tests import tiny
 
@@ -238,7 +238,7 @@ def stub(tmp_path, monkeypatch):
     (tmp_path / "stub" / "sglang" / "__init__.py").touch()
     (tmp_path / "stub" / "sglang" / "launch_server.py").write_text(STUB)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"))
-    monkeypatch.setattr("common.serve.GRACE", 0.5)
+    monkeypatch.setattr("common.sglang.GRACE", 0.5)
     return sys.executable
 
 
@@ -269,7 +269,7 @@ def test_a_started_server_is_stopped_with_its_children(stub, tmp_path, end, capf
 
 
 def test_a_run_that_is_told_to_end_takes_its_server_along(stub, tmp_path):
-    code = (f"import time; from common import serve; serve.GRACE = 0.5\nwith serve.start_server({stub!r}, 'T', None, 0, 0, 0, 'auto', [], "
+    code = (f"import time; from common import sglang as serve; serve.GRACE = 0.5\nwith serve.start_server({stub!r}, 'T', None, 0, 0, 0, 'auto', [], "
             f"{str(tmp_path / 'log')!r}): print('up', flush=True); time.sleep(600)")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent,
                           env={**os.environ, "PYTHONPATH": os.environ["PYTHONPATH"] + ":."}) as run:

@@ -13,11 +13,11 @@ import train_drafter
 from common.cli import UserError
 from common.drafter import load_drafter
 from common.shards import Shards
-from common.start import constant_guess, remap, scatter
 from common.target import open_target
 from common.vocab import load_map, save_map
 from tests import tiny
 from tests.scripts import EXACT, call, shell
+from train_drafter import constant_guess, remap, scatter
 
 V = 328
 IDLE = (326, 327)  # ids whose lm_head rows are zero in the target: never the likeliest

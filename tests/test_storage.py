@@ -7,9 +7,9 @@ import torch
 
 from common.cli import UserError
 from common.drafter import load_drafter
+from common.loss import CompactTeacher, Teacher, TrainStep
 from common.shards import Shards, bytes_per_token, store_states
 from common.target import open_target
-from common.training import CompactTeacher, Teacher, TrainStep
 from common.ttt import make_batch
 from tests import tiny
 from tests.scripts import EXACT, call

@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.checkpoint import lock_run
 from common.cli import UserError
 from common.drafter import Drafter, drafter_config, load_drafter
-from common.start import start_from_scratch
 from common.target import open_target
 from common.target_model import TargetModel
 from tests import tiny
 from tests.scripts import EXACT, call, make_work, shell
+from train_drafter import lock_run, start_from_scratch
 
 FAST = ("--ttt-steps", 2, "--lr", 3e-3, "--batch-tokens", 200, "--epochs", 2)
 

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from common import cli
-from common.checkpoint import FILES, load_checkpoint, lock_run, save_checkpoint
 from common.cli import Failed, UserError
 from common.drafter import load_drafter
 from common.files import TEMPORARY
 from tests.scripts import call, make_work, shell
+from train_drafter import FILES, load_checkpoint, lock_run, save_checkpoint
 
 OFTEN = ("--draft-vocab", "full", "--batch-tokens", 1, "--epochs", 9, "--save-every", 1, "--eval-every", 2)  # a sample a step
 TIMES = {"seconds", "seconds_left", "waited", "waiting", "tokens_per_second", "command"}

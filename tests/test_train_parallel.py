@@ -14,14 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-import common.checkpoint
 import common.cli
 import common.ttt
 import train_drafter
 from common.cli import Progress, UserError
-from common.order import plan_steps
 from common.target import Target
 from tests.scripts import call, make_work
+from train_drafter import plan_steps
 
 # Forked from a process that has imported everything and done nothing else: a start takes no second.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -66,7 +65,7 @@ def train_apart(processes, work, out, *more, sharded=False):
 
 def _process(rank, launched, answers, work, out, more):
     os.environ.update({key: str(value) for key, value in {**launched, "RANK": rank, "LOCAL_RANK": rank}.items()})
-    common.cli.RANK = common.checkpoint.RANK = rank
+    common.cli.RANK = train_drafter.RANK = rank
     torch.set_num_threads(1)
     shares, gather = [], train_drafter.gather
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.drafter import Drafter
-from common.training import HeadLoss, Teacher, TrainStep, draft_hits, log_total, simulate
+from common.loss import HeadLoss, Teacher, TrainStep, draft_hits, log_total, simulate
 from common.ttt import make_batch, rms_norm, supervised_rows, ttt_hidden
 from tests import reference
 
@@ -118,7 +118,7 @@ def slow_loss(drafter, samples, map_rows, depths, decay):
 @pytest.mark.parametrize("map_rows", [None, MAP], ids=["full", "reduced"])
 def test_loss_and_gradients(map_rows, monkeypatch, attention):
     """Chunks of a few rows, packed, against float64 row by row; rows whose target is outside of the map are left out."""
-    monkeypatch.setattr("common.training.CHUNK_BYTES", 4 * D * 3 * 4)
+    monkeypatch.setattr("common.loss.CHUNK_BYTES", 4 * D * 3 * 4)
     samples, depths, decay = [sample_of(9, 1), sample_of(26, 2, 3, [(6, 15), (18, 23)])], 3, 0.8
     drafter = drafter_of(V if map_rows is None else D)
     teacher = Teacher(LM_HEAD, map_rows, None, 1.0, "cpu", torch.float32)
@@ -236,7 +236,7 @@ def test_a_target_outside_the_map_is_a_miss():
 def test_a_full_vocabulary_of_163840_trains_in_bounded_memory(monkeypatch):
     """All logits of this step would be 190 MB; what is held of them is three chunks at most."""
     size, chunk, depths = 163_840, 8 * 2**20, 7
-    monkeypatch.setattr("common.training.CHUNK_BYTES", chunk)
+    monkeypatch.setattr("common.loss.CHUNK_BYTES", chunk)
     drafter, head = drafter_of(size), torch.randn(size, H)
     teacher = Teacher(head, None, None, 1.0, "cpu", torch.float32)
     sample = sample_of(50, 1)

@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 
+from build_vocab_map import layer_multiply_adds
 from common.cli import UserError
 from common.drafter import load_drafter
 from common.files import write_json
-from common.plan import layer_multiply_adds
 from common.rendering import chat_ids
 from common.shards import MANIFEST, Shards, write_shard
 from common.target import load_tokenizer, open_target, tokenizer_sha256
