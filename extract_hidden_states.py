@@ -1,24 +1,27 @@
 #!/usr/bin/env python
 """Conversations in, hidden states of the target out: what train_drafter.py learns from.
 
-Reads JSON lines, applies the target's chat template, marks the tokens that the assistant wrote (or, with --regenerate, lets
-the target write them anew), runs the target once over every sample and stores the states of three layers and the lm_head's
-input in shards with a manifest. The same command again goes on with what is missing, on any number of processes:
+Reads JSON lines, applies the target's chat template, marks the tokens that the assistant wrote (or, with
+--regenerate, lets the target write them anew), runs the target once over every sample and stores the states
+of three layers, and what the target would say next, in shards with a manifest. The same command again goes on
+with what is missing, on any number of processes:
     accelerate launch extract_hidden_states.py --target TARGET --data ROWS --out SHARDS
 """
 
 import fcntl
 import json
-import math
 import os
 import re
 import shutil
 import time
+from argparse import Namespace
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from platform import python_version
 
@@ -26,10 +29,39 @@ import torch
 from torch import distributed
 from torch.nn.utils.rnn import pad_sequence
 
-from common.cli import RANK, Failed, Parser, Progress, UserError, human_bytes, in_range, positive_int, run, say, split_words
-from common.conversations import Skip, add_data_arguments, count_text, first_question, longest_sample, prepare, read_rows
+from common.cli import (
+    RANK,
+    Failed,
+    Parser,
+    Progress,
+    UserError,
+    human_bytes,
+    in_range,
+    positive_int,
+    run,
+    say,
+    split_words,
+)
+from common.conversations import (
+    Skip,
+    add_data_arguments,
+    count_text,
+    first_question,
+    longest_sample,
+    prepare,
+    read_rows,
+)
 from common.decode import decode, random_numbers, sampling_settings
-from common.files import STRAY, TEMPORARY, check_output_folder, lock_folder, read_json, sha256_file, write_json
+from common.files import (
+    STRAY,
+    TEMPORARY,
+    check_output_folder,
+    lock_folder,
+    read_sealed,
+    sha256_file,
+    write_sealed,
+)
+from common.provenance import target_record
 from common.rendering import Renderer, chat_ids
 from common.sglang import SGLang, server_command
 from common.shards import (
@@ -42,6 +74,7 @@ from common.shards import (
     TEACHER,
     acknowledged,
     bytes_per_token,
+    finished,
     fitting,
     read_manifest,
     settings_sha256,
@@ -50,451 +83,601 @@ from common.shards import (
     stored_tensors,
     write_shard,
 )
-from common.target import chat_template_sha256, choices, end_ids, load_tokenizer, open_target, parse_layers, stop_ids, tokenizer_sha256
+from common.target import Target, choices, end_ids, load_tokenizer, open_target, parse_layers, stop_ids
 from common.target_model import TargetModel
 
-BLOCK_LINES, BLOCK_BYTES = 512, 2 << 30  # a block is computed in memory and redone whole after an interruption
+# A block, the lines of one shard, is computed in memory and redone whole after an interruption.
+BLOCK_LINES, BLOCK_BYTES = 512, 2 << 30
+CANDIDATES = 64  # of the compact teacher: 16 did as well, and the rest is a hundredth of the states
 
 
 def parse_args():
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--target", required=True, help="folder of a Hugging Face model, or a hub id")
-    add("--data", required=True, help="JSON lines (README lists the kinds of rows); - is stdin")
-    add("--out", required=True, type=Path, help="folder for the shards: new, empty, or one that this command began")
-    add_data_arguments(parser)
-    add("--backend", choices=["hf", "sglang"], default="hf", help="what runs the target: default hf, transformers; sglang, a stock "
-        "engine in this process, faster for large targets")
-    add("--server-url", metavar="URL", help="of a running SGLang, with --backend sglang; --dry-run prints the command that starts one. "
-        "Default none: an engine in this process")
-    add("--states-folder", type=Path, metavar="DIR", help="where the states of that SGLang pass, as this machine sees it; default: where "
-        "the server says it writes, or memory")
-    add("--server-arguments", default="", metavar="TEXT", help="more arguments of sglang.launch_server, like '--tp 8'; default none")
+    usage = "%(prog)s --target MODEL --data ROWS --out SHARDS [--regenerate] [options]"
+    parser = Parser(__doc__, usage)
+    add = parser.add_argument_group("what everyone gives").add_argument
+    add("--target", required=True, metavar="MODEL", help="folder of a Hugging Face model, or a hub id")
+    add("--data", required=True, metavar="ROWS", help="JSON lines (README lists the kinds); - is stdin")
+    add("--out", required=True, type=Path, metavar="SHARDS",
+        help="folder for the shards: new, empty, or one that this command began")
+
+    add_data_arguments(parser.add_argument_group("samples"))
+
+    add = parser.add_argument_group("answers").add_argument
     add("--regenerate", action="store_true",
-        help="let the target write the answers: a drafter learns what the target says, and that is what it will be asked to guess")
-    add("--max-new-tokens", type=positive_int, default=512, metavar="N", help="longest answer with --regenerate: most chats end before")
-    add("--layers", default="auto", help="three HF hidden_states indices like 2,15,27; default auto, [2, n/2, n-3], as the engines "
-        "capture by themselves")
-    add("--store", choices=list(STORE), default="fp8", help="dtype of the states on disk; default fp8, float8_e4m3fn with a scale for each "
-        "state: half of bf16, and drafters learn as much from it (docs/extraction.md)")
-    add("--teacher", choices=["states", "compact"], default="compact", help="what training learns from beside the three layers' states; "
-        "default compact: the likeliest tokens' log-probabilities at supervised rows, which spare training the product with the "
-        "target's lm_head, too. states: the lm_head's input, from which its whole distribution can be computed")
-    add("--candidates", type=in_range(8, low_too=True, kind=int), default=64, metavar="C", help="tokens of the compact teacher; default "
-        "64: 16 did as well, and the rest is a hundredth of the states")
+        help="let the target write the answers: a drafter learns what the target says, and that is what it "
+             "will be asked to guess; default off, those of the rows")
+    add("--max-new-tokens", type=positive_int, default=512,
+        help="longest answer; default 512: most chats end before")
     add("--temperature", default="0", metavar="T",
-        help="of the answers; 0 is greedy, what a drafter guesses best; config: what the target's generation config says")
-    add("--top-p", type=float, default=1.0, metavar="P", help="for temperature > 0; 1 keeps everything")
-    add("--top-k", type=int, default=0, metavar="K", help="for temperature > 0; 0 keeps everything")
-    add("--seed", type=int, default=0, help="of the sampled answers; with line and turn it fixes each answer's random numbers")
-    add("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="of the target; default auto, that of its "
-        "files, as it is served")
-    add("--max-batch-tokens", type=positive_int, metavar="N", help="tokens of a forward pass; default 4096 on a CPU, 32768 on a GPU: "
-        "full speed, little memory")
-    add("--generate-rows", type=positive_int, default=128, metavar="N", help="answers written at once: more is faster until memory "
-        "ends; default 128")
-    add("--block-lines", type=positive_int, metavar="N",
-        help=f"input lines of a shard; default {BLOCK_LINES}, fewer when that could pass {human_bytes(BLOCK_BYTES)}")
-    add("--max-disk-gb", type=in_range(0, 1e9), metavar="GB", help="for train_drafter.py --follow, which trains meanwhile: held-out "
-        "samples come first, extraction pauses when so many GB are there, and removes what the training has read; default none: all "
-        "shards stay")
-    add("--verify", action="store_true", help="when going on, check the sha256 of the finished shards and redo damaged ones")
-    add("--dry-run", action="store_true", help="print samples, tokens, bytes and expected hours and stop; touches nothing. The hours are "
-        "from a short trial with --backend hf, for which it loads the target")
+        help="of the answers; default 0, greedy, what a drafter guesses best; config: what the target's "
+             "generation config says")
+    add("--top-p", type=float, default=1.0, metavar="P",
+        help="for temperature > 0; default 1, which keeps everything")
+    add("--top-k", type=int, default=0, metavar="K",
+        help="for temperature > 0; default 0, which keeps everything")
+    add("--seed", type=int, default=0,
+        help="of the sampled answers; with line and turn it fixes each answer's random numbers; default 0")
+
+    add = parser.add_argument_group("what is stored").add_argument
+    add("--layers", default="auto",
+        help="three HF hidden_states indices like 2,15,27; default auto, [2, n/2, n-3], as the engines "
+             "capture by themselves")
+    add("--store", choices=list(STORE), default="fp8",
+        help="dtype of the states on disk; default fp8, float8_e4m3fn with a scale for each state: half of "
+             "bf16, and drafters learn as much from it (docs/extraction.md)")
+    add("--teacher", choices=["states", "compact"], default="compact",
+        help="what training learns from beside the three layers' states; default compact: the likeliest "
+             "tokens' log-probabilities at supervised rows, which spare training the product with the "
+             "target's lm_head, too. states: the lm_head's input, from which its whole distribution can be "
+             "computed")
+
+    add = parser.add_argument_group("what runs the target").add_argument
+    add("--backend", choices=["hf", "sglang"], default="hf",
+        help="default hf, transformers, which needs nothing else; sglang: a stock SGLang, faster for large "
+             "targets")
+    add("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto",
+        help="of the target; default auto, that of its files, as it is served")
+    add("--server-url", metavar="URL",
+        help="of a running SGLang; --dry-run prints the command that starts one; default none: an engine in "
+             "this process")
+    add("--states-folder", type=Path, metavar="DIR",
+        help="where the states of that SGLang pass, as this machine sees it; default where the server says "
+             "it writes, or memory")
+    add("--server-arguments", type=lambda text: split_words("--server-arguments", text), default=[],
+        metavar="TEXT", help="more arguments of sglang.launch_server, like '--tp 8'; default none")
+
+    add = parser.add_argument_group("folder and going on").add_argument
+    add("--max-disk-gb", type=in_range(0, 1e9), metavar="GB",
+        help="for train_drafter.py --follow, which trains meanwhile: held-out samples come first, extraction "
+             "pauses when so many GB are there, and removes what the training has read; default none: all "
+             "shards stay")
+    add("--dry-run", action="store_true",
+        help="print samples, tokens, bytes and expected hours and stop; touches nothing. The hours are from "
+             "a short trial with --backend hf, for which it loads the target")
+    add("--verify", action="store_true",
+        help="when going on, check the sha256 of the finished shards and redo damaged ones")
+    add("--force", action="store_true",
+        help="go on although target, tokenizer or template changed since these shards were begun")
+
+    add = parser.add_argument_group("rarely").add_argument
+    add("--block-lines", type=positive_int,
+        help=f"input lines of a shard; default {BLOCK_LINES}, fewer when that could pass "
+             f"{human_bytes(BLOCK_BYTES)}: it is held in memory")
+    add("--max-batch-tokens", type=positive_int,
+        help="tokens of a forward pass; default 4096 on a CPU, 32768 on a GPU: full speed, little memory")
+    add("--generate-rows", type=positive_int, default=128,
+        help="answers written at once; default 128: more is faster until memory ends")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target")
     add("--revision", metavar="NAME", help="of a hub id; default its main one")
-    add("--force", action="store_true", help="go on although target, tokenizer or template changed since these shards were begun")
     return parser.parse_args()
 
 
-def main():
-    args = parse_args()
-    started = time.monotonic()
-    args.server_arguments = split_words("--server-arguments", args.server_arguments)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+def check_arguments(args, processes):
+    """Raises UserError for arguments that exclude each other."""
     if processes > 1 and args.data == "-":
         raise UserError(f"--data - can be read by one process, and there are {processes}; give a file")
     for key in ("server_url", "states_folder", "server_arguments"):
         if getattr(args, key) and args.backend != "sglang":
             raise UserError(f"--{key.replace('_', '-')} is for --backend sglang; give that too")
-    if args.backend == "sglang" and not args.server_url and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        raise UserError("several processes would each start an SGLang on the same GPUs; start one, with --server-arguments '--tp "
-                        "N' for N GPUs, or give --server-url")
-    target = open_target(args.target, args.revision, args.trust_remote_code)
-    layers = parse_layers(args.layers, target.num_layers)
-    max_length = longest_sample(args, target)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.backend == "sglang" and not args.server_url and here > 1:
+        raise UserError("several processes would each start an SGLang on the same GPUs; start one, with "
+                        "--server-arguments '--tp N' for N GPUs, or give --server-url")
     check_output_folder(args.out, MANIFEST)
-    tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
-    stops = stop_ids(target, tokenizer)
-    sampling = None
-    if args.regenerate:
-        sampling = {**sampling_settings(target, args.temperature, args.top_p, args.top_k), "seed": args.seed,
-                    "max_new_tokens": args.max_new_tokens, "stop_ids": stops}
 
-    rows, lines, data_sha256 = read_rows(args.data, args.limit)
-    if not rows:
-        raise UserError(f"--data {args.data} holds no rows")
-    renderer = Renderer(tokenizer, args.template_kwargs, stops)
-    conversations, skipped, notes, sources = prepare(rows, renderer, target, args, max_length)
-    reasons = Counter(reason for _, reason in skipped)
-    tokens = sum(c["bound"] for c in conversations)
-    supervised = tokens if args.regenerate else sum(sum(c["loss_mask"]) for c in conversations)  # at most
-    args.candidates = min(args.candidates, target.vocab_size) if args.teacher == "compact" else 0
-    args.max_batch_tokens = args.max_batch_tokens or (32768 if torch.cuda.is_available() else 4096)
-    row_bytes = bytes_per_token(target.hidden_size, args.store, args.candidates, supervised / tokens)
+
+def main():
+    started = time.monotonic()
+    args = parse_args()
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # of this command, on all machines
+    check_arguments(args, processes)
+    job = open_job(args, processes)
+    rows = read(job)
     begun = read_manifest(args.out) if (args.out / MANIFEST).exists() else None
-    longest = bytes_per_token(target.hidden_size, args.store, args.candidates) * max(c["bound"] for c in conversations)
-    room = None if args.max_disk_gb is None else int(args.max_disk_gb * 1e9)
-    fit = int(min(BLOCK_BYTES, BLOCK_BYTES if room is None else room / 10) / longest)
-    args.block_lines = args.block_lines or (begun and begun["block_lines"]) or max(1, min(BLOCK_LINES, fit))
-    by_block, aside_blocks = lay_out(conversations, lines, args.block_lines, room is not None)
-    blocks = len(by_block)
-    planned = {"lines": lines, "blocks": blocks, "samples": sum(c["samples"] for c in conversations), "tokens": tokens}
-    if room is not None:
-        planned |= plan_room(by_block, aside_blocks, room, target.hidden_size, args)
-    at_most = "at most " if args.regenerate else ""
-    at_a_time = room and f", {human_bytes(room)} at a time: {aside_blocks} with held-out samples and {fitting(planned)} others" or ""
-    say(f"{len(conversations)} of {len(rows)} rows, {at_most}{tokens} tokens, {at_most}{row_bytes:.0f} bytes per token, "
-        f"{at_most}{human_bytes(tokens * row_bytes)} in {blocks} shards{at_a_time}, "
-        f"{human_bytes(free_space(args.out))} free; skipped: {count_text(reasons) or 'none'}")
-    for what, turns in notes.items():
-        say(f"{turns} {what}")
-    manifest = {
-        "format": FORMAT, "target": target.facts(), "layers": layers, "dtype": str(STORE[args.store]).removeprefix("torch."),
-        "stored": stored_tensors(args.teacher), "candidates": args.candidates, "tokenizer_sha256": tokenizer_sha256(target.folder),
-        "chat_template_sha256": chat_template_sha256(tokenizer),
-        "template_kwargs": args.template_kwargs, "system": args.system, "sampling": sampling, "max_length": max_length,
-        "data_sha256": data_sha256, "max_disk_gb": args.max_disk_gb, "block_lines": args.block_lines, "heldout": args.heldout,
-        "compute_dtype": args.dtype, "backend": args.backend, "sources": sources,
-        "special_ids": {"eos": end_ids(target, tokenizer), "chat": chat_ids(tokenizer)},
-        "batches": {"max_batch_tokens": args.max_batch_tokens, "generate_rows": args.generate_rows},
-        "planned": planned, "done": {}, "complete": False, "forced": [],
-        "versions": {"python": python_version(), **{name: version(name) for name in ("torch", "transformers", "safetensors")}},
-        "shards": [], "empty_blocks": [], "run": os.urandom(8).hex(),
-    }
+    plan = make_plan(rows, begun, job)
+    say_plan(rows, plan, job)
+    manifest = new_manifest(rows, plan, job)
     if begun:
-        check_same(begun, manifest, args)
+        manifest["forced"] = check_same(begun, manifest, args)
+        manifest["versions"] = begun["versions"]
     if args.dry_run:
-        finished = {entry["block"] for entry in intact(begun, args)} if begun else set()
-        left, hours = [c for block in by_block if block not in finished for c in by_block[block]], None
-        if begun:
-            say(f"{len(finished)} of {blocks} shards are finished")
-        if args.backend == "sglang":
-            folder = args.states_folder or args.out.absolute().with_name(f"{args.out.name}-states")
-            say("a server for --server-url, with a folder that both sides see: " + server_command(
-                target, layers, args.dtype, max_length, folder, args.server_arguments, args.trust_remote_code))
-        elif RANK == 0 and left:
-            with open_backend(args, target, layers, max_length) as backend:
-                hours = expect(backend, left, renderer, sampling, args, processes)
-        return {"dry_run": True, "samples": sum(c["samples"] for c in conversations), "skipped": dict(reasons), "tokens": tokens,
-                "supervised_tokens": None if args.regenerate else supervised, "bytes": int(tokens * row_bytes),
-                "bytes_per_token": row_bytes, "hours": hours, "seconds": time.monotonic() - started, "tokens_per_second": None,
-                "shards": blocks, "finished": len(finished), "out": str(args.out)}
+        return dry_run(begun, rows, plan, job, started)
 
-    with ExitStack() as held:
-        group = device = None
-        if processes > 1:
-            from accelerate import PartialState
-
-            group = PartialState(timeout=timedelta(days=1))  # what rank 0 looks through below may be large
-            device = group.device
-            agree(manifest)
+    with ExitStack() as held:  # the lock of the folder, and what runs the target
+        group = join(manifest) if processes > 1 else None
         if begun and RANK == 0:
             held.enter_context(begin(manifest, begun, args))
         if group:
             group.wait_for_everyone()
             group.destroy_process_group()
             if begun and RANK != 0:
-                add(manifest, listed(read_manifest(args.out)))
-        done_before = sum_up(manifest)
-        missing = sorted(by_block.keys() - {entry["block"] for entry in listed(manifest)})
-        mine = [block for block in missing if block % processes == RANK]
+                add(manifest, finished(read_manifest(args.out)))
+        before = sum_up(manifest)
+        missing = unfinished(plan, finished(manifest))
         if begun:
-            say(f"{blocks - len(missing)} of {blocks} shards are finished")
-        there = sum(path.stat().st_size for path in args.out.glob("shard-*.safetensors"))
-        check_space(args, min(sum(c["bound"] for block in missing for c in by_block[block]) * row_bytes, (room or math.inf) - there))
+            say(f"{len(plan.blocks) - len(missing)} of {len(plan.blocks)} shards are finished")
+        check_space(args, space_needed(missing, plan, args))
+        mine = [block for block in missing if block % processes == RANK]
         if mine:
-            backend = held.enter_context(open_backend(args, target, layers, max_length, device))
+            backend = held.enter_context(open_backend(job, group and group.device))
+            if RANK == 0 and not begun:
+                held.enter_context(begin(manifest, None, args))
             if RANK == 0:
-                if not begun:
-                    held.enter_context(begin(manifest, begun, args))
-                expect(backend, [c for block in missing for c in by_block[block]], renderer, sampling, args, processes)
+                expect(backend, missing, plan, job)
             else:
-                follow(manifest, args.out)
-                held.enter_context(lock_folder(args.out, "written", shared=True))
-            extract(manifest, mine, by_block, skipped, renderer, backend, args)
+                held.enter_context(follow(manifest, args.out))
+            extract(manifest, mine, plan, backend, job)
         if RANK != 0:
             return {}
-        spoke = time.monotonic()
-        while left := len(by_block.keys() - {entry["block"] for entry in listed(manifest)}):
-            if time.monotonic() - spoke > 60:
-                spoke = time.monotonic()
-                say(f"{left} blocks are still being made by other processes")
-            time.sleep(0.2)
-            take_over(manifest, args.out)
-            remove_read(args.out, manifest)
-        if not manifest["shards"]:
-            raise UserError(f"none of the samples could be kept ({count_text(Counter(sum_up(manifest)['skipped']))}); there is nothing to "
-                            f"train on")
-        manifest["complete"] = True
-        del manifest["run"]  # only to tell running commands apart
-        save(manifest, args.out)
-        remove_journals(args.out)
-    done, seconds = manifest["done"], time.monotonic() - started
-    if cut := done["answers_cut"]:
-        say(f"{cut} of {done['samples']} answers were cut at --max-new-tokens or --max-length")
-    say(f"{args.out} is complete: {done['samples']} samples, {done['tokens']} tokens")
-    row_bytes = bytes_per_token(target.hidden_size, args.store, args.candidates, done["supervised_tokens"] / done["tokens"])
-    return {**done, "bytes": sum(entry["bytes"] for entry in manifest["shards"]), "bytes_per_token": row_bytes, "seconds": seconds,
-            "tokens_per_second": (done["tokens"] - done_before["tokens"]) / seconds, "shards": len(manifest["shards"]),
-            "dropped_or_cut": dict(notes), "forced": manifest["forced"], "out": str(args.out)}
+        wait_for_others(manifest, plan, args.out)
+        complete(manifest, args.out)
+    return report(manifest, before, rows, job, time.monotonic() - started)
 
 
-def extract(manifest, mine, by_block, skipped_rows, renderer, backend, args):
-    """Compute the blocks `mine`. Each is written by a thread while the next one is computed."""
-    parts = [by_block[block] for block in mine]
-    total = sum(c["samples"] if args.regenerate else c["bound"] for part in parts for c in part)
-    progress = Progress(total, "answers" if args.regenerate else "tokens", "extracting")
-    own, writing = [], None
-    with ThreadPoolExecutor(1) as writer:
-        first = manifest["planned"].get("heldout_blocks", 0)
-        for block, part in zip(mine, parts, strict=True):
-            skipped = Counter(reason for line, reason in skipped_rows if first + line // manifest["block_lines"] == block)
-            read = len(part) + skipped.total()
-            if args.regenerate:
-                samples, cut = write_answers(backend, renderer, part, manifest["sampling"], manifest["max_length"], skipped, progress)
-            else:
-                cut = 0
-                samples = [sample_of(c, c["input_ids"], c["loss_mask"]) for c in part]
-            samples = add_states(backend, samples, args, skipped, None if args.regenerate else progress)
-            if writing:
-                writing.result()  # no more than two blocks are in memory
-            wait_for_room(manifest, block, args.out)
-            facts = {"block": block, "read": read, "skipped": dict(skipped), "cut": cut}
-            writing = writer.submit(write, manifest, own, samples, facts, args.out)
-        writing.result()
-    progress.close()
+# The plan
 
 
-def lay_out(conversations, lines, block_lines, followed):
-    """({block: its conversations}, how many held-out blocks come first): a block is so many lines in order; for a training that follows,
-    held-out samples have blocks of their own, which come first and stay."""
-    aside = [c for c in conversations if followed and c["heldout"]]
-    first = -(-len(aside) // block_lines)
-    by_block = {block: [] for block in range(first - (-lines // block_lines))}
-    for number, conversation in enumerate(aside):
-        by_block[number // block_lines].append(conversation)
-    for conversation in conversations:
-        if not followed or not conversation["heldout"]:
-            by_block[first + conversation["line"] // block_lines].append(conversation)
-    return by_block, first
+@dataclass
+class Job:
+    """What the flags ask for, settled by what the target says."""
+
+    args: Namespace  # the flags as they were given
+    target: Target
+    renderer: Renderer
+    layers: list  # three HF hidden_states indices
+    max_length: int  # tokens of a sample
+    sampling: dict | None  # of the answers that the target writes; None: those of the rows are kept
+    candidates: int  # of the compact teacher; 0 with --teacher states
+    batch_tokens: int  # of a forward pass
+    processes: int  # of this command
 
 
-def plan_room(by_block, aside_blocks, room, hidden, args):
-    """What the manifest states for --max-disk-gb, room in bytes: what each block takes at most, and what the held-out ones leave."""
-    def most(part):
-        tokens = sum(c["bound"] for c in part)
-        taught = tokens if args.regenerate else sum(sum(c["loss_mask"]) for c in part)
-        rows = tokens and tokens * bytes_per_token(hidden, args.store, args.candidates, taught / tokens)
-        return int(rows) + 64 * sum(c["samples"] for c in part) + 4096  # and a shard's index and header
+@dataclass
+class Rows:
+    """What --data holds."""
 
-    sizes = [most(part) for part in by_block.values()]
-    aside = [c for block in range(aside_blocks) for c in by_block[block]]
-    kept, largest = sum(sizes[:aside_blocks]), max(sizes[aside_blocks:])
-    if kept > room / 2:
-        raise UserError(f"the held-out samples stay and take {human_bytes(kept)}, --max-disk-gb {args.max_disk_gb:g} is "
-                        f"{human_bytes(room)}, of which they may take half; give a lower --heldout than {args.heldout:g}, or more disk")
-    if largest > (room - kept) / 4:
-        raise UserError(f"a shard takes up to {human_bytes(largest)} and --max-disk-gb {args.max_disk_gb:g} leaves "
-                        f"{human_bytes(room - kept)} beside the held-out samples, of which it may take a quarter; give fewer "
-                        f"--block-lines, or more disk")
-    return {"heldout_blocks": aside_blocks, "heldout_samples": sum(c["samples"] for c in aside),
-            "heldout_tokens": sum(c["bound"] for c in aside), "room": room - kept, "block_bytes": sizes}
+    count: int
+    lines: int
+    sha256: str
+    conversations: list  # dicts, see common.conversations.prepare
+    skipped: list  # (line, reason) of rows of no use
+    notes: Counter  # of turns and samples that are not as the rows have them
+    sources: list  # names
 
 
-def write(manifest, own, samples, facts, out):
-    need = sum(value.nbytes for sample in samples for value in sample.values() if torch.is_tensor(value))
-    free = shutil.disk_usage(out).free
-    if free < 1.05 * need + (1 << 20):
-        raise Failed(f"the disk of {out} has {human_bytes(free)} left and the next shard needs {human_bytes(need)}; make room and give "
-                     f"the same command again")
-    record(manifest, {**(write_shard(out, facts["block"], samples) or {}), **facts}, own, out)
+@dataclass
+class Plan:
+    """The work in blocks of lines, one a shard: the same in every process and whenever it is gone on with."""
+
+    blocks: list  # of each its conversations
+    skipped: list  # of each a Counter of reasons
+    block_lines: int
+    supervised: int  # tokens, where answers are written at most
+    row_bytes: float  # of a token on disk
+    # `planned` of the manifest: lines, blocks, samples, tokens (at most), and what plan_room adds
+    stated: dict
 
 
-def sample_of(conversation, ids, mask, turn=0):
-    return {"input_ids": torch.tensor(ids, dtype=torch.int32), "loss_mask": torch.tensor(mask, dtype=torch.uint8),
-            "sample_id": conversation["line"], "turn_id": turn, "source_id": conversation["source_id"], "heldout": conversation["heldout"]}
+def open_job(args, processes):
+    target = open_target(args.target, args.revision, args.trust_remote_code)
+    layers = parse_layers(args.layers, target.num_layers)
+    max_length = longest_sample(args, target)
+    tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
+    stops = stop_ids(target, tokenizer)
+    sampling = None
+    if args.regenerate:
+        sampling = {**sampling_settings(target, args.temperature, args.top_p, args.top_k), "seed": args.seed,
+                    "max_new_tokens": args.max_new_tokens, "stop_ids": stops}
+    renderer = Renderer(tokenizer, args.template_kwargs, stops)
+    candidates = min(CANDIDATES, target.vocab_size) if args.teacher == "compact" else 0
+    batch_tokens = args.max_batch_tokens or (32768 if torch.cuda.is_available() else 4096)
+    return Job(args, target, renderer, layers, max_length, sampling, candidates, batch_tokens, processes)
 
 
-def write_answers(backend, renderer, conversations, sampling, max_length, skipped, progress):
-    """(Samples of the answers that the target writes, turn by turn, each in the context of its own earlier answers; how many were cut
-    by a limit)."""
-    samples, written, cut, start = [], 0, 0, time.monotonic()
-
-    def finished(ids):
-        nonlocal written
-        written += len(ids)
-        progress.update(1, f"{written / (time.monotonic() - start):.0f} tokens/s")
-
-    while conversations := [c for c in conversations if None in c["messages"]]:
-        jobs = []
-        for conversation in conversations:
-            told = first_question(conversation)
-            try:
-                prompt = renderer.prompt_ids(told, conversation["tools"])
-                if len(prompt) >= max_length:
-                    raise Skip("prompt too long")
-            except Skip as skip:
-                skipped[skip.reason] += 1
-                conversation["messages"].clear()
-                continue
-            jobs.append((conversation, sum(message["role"] == "assistant" for message in told), prompt))
-        prompts = [prompt for _, _, prompt in jobs]
-        limits = [min(sampling["max_new_tokens"], max_length - len(prompt)) for prompt in prompts]
-        seeds = [int(random_numbers(sampling["seed"], [conversation["line"], turn], 1)[0] * 2**31) for conversation, turn, _ in jobs]
-        answers = backend.answer(prompts, limits, sampling, seeds, finished)
-        cut += sum(answer[-1] not in sampling["stop_ids"] for answer in answers)
-        for (conversation, turn, prompt), answer in zip(jobs, answers, strict=True):
-            samples.append(sample_of(conversation, prompt + answer, [0] * len(prompt) + [1] * len(answer), turn))
-            conversation["messages"][conversation["messages"].index(None)] = renderer.message(answer)
-    return samples, cut
+def read(job):
+    args = job.args
+    rows, lines, sha256 = read_rows(args.data, args.limit)
+    if not rows:
+        raise UserError(f"--data {args.data} holds no rows; give JSON lines")
+    return Rows(len(rows), lines, sha256, *prepare(rows, job.renderer, job.target, args, job.max_length))
 
 
-def add_states(backend, samples, args, skipped, progress):
-    """The samples with their states, by line and turn, in batches of like length."""
-    samples = sorted(samples, key=lambda sample: (-len(sample["input_ids"]), sample["sample_id"], sample["turn_id"]))
-    kept = []
-    batches = []
-    while samples:
-        count = max(1, args.max_batch_tokens // len(samples[0]["input_ids"]))
-        batches.append(samples[:count])
-        samples = samples[count:]
-    here = args.backend == "hf" and backend.device.type == "cpu"  # nothing is won where both would share the cores
-    computed = (map if here else ahead)(backend.states, map(ids_of, batches))
-    for batch, states in zip(batches, computed, strict=True):
-        kept += pack(backend, batch, states, args, skipped)
-        if progress:
-            progress.update(sum(len(sample["input_ids"]) for sample in batch))
-    return sorted(kept, key=lambda sample: (sample["sample_id"], sample["turn_id"]))
+def make_plan(rows, begun, job):
+    """begun: the manifest of an extraction that is gone on with, None for a new one."""
+    args = job.args
+    tokens, supervised = token_counts(rows.conversations, job)
+    room = None if args.max_disk_gb is None else int(args.max_disk_gb * 1e9)  # bytes
+    block_lines = args.block_lines
+    if block_lines is None and begun:
+        block_lines = begun["block_lines"]
+    if block_lines is None:
+        longest = max(c["bound"] for c in rows.conversations) * row_bytes(job)
+        most = BLOCK_BYTES if room is None else min(BLOCK_BYTES, room / 10)
+        block_lines = max(1, min(BLOCK_LINES, int(most / longest)))
+    blocks, skipped, aside = lay_out(rows, block_lines, room is not None)
+    stated = {"lines": rows.lines, "blocks": len(blocks),
+              "samples": sum(c["samples"] for c in rows.conversations), "tokens": tokens}
+    if room is not None:
+        stated |= plan_room(blocks, aside, room, job)
+    return Plan(blocks, skipped, block_lines, supervised, row_bytes(job, supervised / tokens), stated)
 
 
-def ids_of(batch):
-    return [sample["input_ids"].tolist() for sample in batch]
+def conversations_of(blocks, plan):
+    return [conversation for block in blocks for conversation in plan.blocks[block]]
 
 
-def ahead(function, values):
-    """function(value) of each value, in order; the next one is computed by a thread meanwhile."""
-    with ThreadPoolExecutor(1) as pool:
-        coming = None
-        for value in values:
-            coming, done = pool.submit(function, value), coming
-            if done:
-                yield done.result()
-        if coming:
-            yield coming.result()
+def token_counts(conversations, job):
+    """(tokens, supervised ones), both at most where answers are written."""
+    tokens = sum(c["bound"] for c in conversations)
+    if job.sampling:
+        return tokens, tokens
+    return tokens, sum(sum(c["loss_mask"]) for c in conversations)
 
 
-def pack(backend, batch, states, args, skipped):
-    """The samples with what is stored of their states, a list of (aux [T, 3H], last [T, H]), on the CPU.
+def row_bytes(job, supervised=1.0):
+    """Bytes of a token on disk, where a share `supervised` of the tokens is supervised."""
+    return bytes_per_token(job.target.hidden_size, job.args.store, job.candidates, supervised)
 
-    Samples with states that are not finite are named, counted in `skipped` and left out. Raises UserError when --store overflows.
+
+def lay_out(rows, block_lines, followed):
+    """(conversations of each block, a Counter of the skipped rows of each, how many held-out blocks come
+    first).
+
+    A block is so many lines in order. For a training that follows, held-out samples have blocks of their own,
+    which come first and stay.
     """
-    aux, last = zip(*states, strict=True)
-    states = {"aux_hidden_states": torch.cat(aux), "last_hidden_state": torch.cat(last)}  # [N, 3H], [N, H]: rows of all samples
-    lengths = [len(sample["input_ids"]) for sample in batch]
-    names = [f"line {sample['sample_id'] + 1}, turn {sample['turn_id']}" for sample in batch]
-    finite = per_sample(states, lengths)
-    mask = torch.cat([sample["loss_mask"] for sample in batch])
-    teach = mask[1:].nonzero()[:, 0]  # rows whose next token is supervised; no sample's first one ever is
-    chosen, ids, logprobs = choices(backend.target, backend.lm_head, states["last_hidden_state"], teach.to(backend.device), args.candidates)
-    made = {"target_argmax": chosen.int()}
-    if args.candidates:
-        taught = [int(sample["loss_mask"].sum()) for sample in batch]
-        made |= {"teacher_ids": ids.int(), "teacher_logprobs": logprobs.bfloat16()}
-        del states["last_hidden_state"]
-    for key, state in states.items():
-        made[key], scale = store_states(state, state.shape[1] // backend.target.hidden_size, STORE[args.store])
-        if scale is not None:
-            made[SCALES[key]] = scale
-        elif args.store == "fp16":
-            for name, good, fits in zip(names, finite, per_sample({key: made[key]}, lengths), strict=True):
-                if good and not fits:
-                    raise UserError(f"{name}: a state of {state.nan_to_num(0, 0, 0).abs().max():.0f} does not fit into --store fp16; take "
-                                    f"bf16")
-    made = {name: value.to("cpu").split(taught if name in TEACHER else lengths) for name, value in made.items()}
-    kept = []
-    for n, sample in enumerate(batch):
-        if not finite[n]:
-            hint = "; float16 overflows in this target, --dtype bfloat16 does not" if backend.dtype == torch.float16 else ""
-            say(f"{names[n]}: states that are not finite, skipped{hint}")
-            skipped["non-finite states"] += 1
+    aside = [c for c in rows.conversations if followed and c["heldout"]]
+    first = -(-len(aside) // block_lines)
+    count = first - (-rows.lines // block_lines)
+    blocks, skipped = [[] for _ in range(count)], [Counter() for _ in range(count)]
+    for number, conversation in enumerate(aside):
+        blocks[number // block_lines].append(conversation)
+    for conversation in rows.conversations:
+        if not followed or not conversation["heldout"]:
+            blocks[first + conversation["line"] // block_lines].append(conversation)
+    for line, reason in rows.skipped:
+        skipped[first + line // block_lines][reason] += 1
+    return blocks, skipped, first
+
+
+def plan_room(blocks, aside, room, job):
+    """What the manifest states for --max-disk-gb, `room` in bytes: what each block takes at most, and what
+    the first `aside`, the held-out ones, leave."""
+    sizes = []
+    for part in blocks:
+        tokens, supervised = token_counts(part, job)
+        rows = int(tokens * row_bytes(job, supervised / tokens)) if tokens else 0
+        index, header = 64 * sum(c["samples"] for c in part), 4096
+        sizes.append(rows + index + header)
+    heldout = sum(blocks[:aside], [])
+    kept, largest = sum(sizes[:aside]), max(sizes[aside:])
+    flag = f"--max-disk-gb {job.args.max_disk_gb:g}"
+    if kept > room / 2:
+        raise UserError(f"the held-out samples stay and take {human_bytes(kept)}, {flag} is "
+                        f"{human_bytes(room)}, of which they may take half; give a lower --heldout than "
+                        f"{job.args.heldout:g}, or more disk")
+    if largest > (room - kept) / 4:
+        raise UserError(f"a shard takes up to {human_bytes(largest)} and {flag} leaves "
+                        f"{human_bytes(room - kept)} beside the held-out samples, of which it may take a "
+                        "quarter; give fewer --block-lines, or more disk")
+    return {"heldout_blocks": aside, "heldout_samples": sum(c["samples"] for c in heldout),
+            "heldout_tokens": sum(c["bound"] for c in heldout), "room": room - kept, "block_bytes": sizes}
+
+
+def say_plan(rows, plan, job):
+    at_most, tokens = "at most " if job.sampling else "", plan.stated["tokens"]
+    shards = f"{len(plan.blocks)} shards"
+    if "room" in plan.stated:
+        room, aside = human_bytes(job.args.max_disk_gb * 1e9), plan.stated["heldout_blocks"]
+        shards += f", {room} at a time: {aside} with held-out samples and {fitting(plan.stated)} others"
+    skipped = count_text(Counter(reason for _, reason in rows.skipped)) or "none"
+    say(f"{len(rows.conversations)} of {rows.count} rows, {at_most}{tokens} tokens, "
+        f"{at_most}{plan.row_bytes:.0f} bytes per token, {at_most}{human_bytes(tokens * plan.row_bytes)} in "
+        f"{shards}, {human_bytes(free_space(job.args.out))} free; skipped: {skipped}")
+    for what, turns in rows.notes.items():
+        say(f"{turns} {what}")
+
+
+# The journal: what was begun, what is finished
+
+
+# What the user calls a part of the manifest.
+FLAGS = {"dtype": "--store", "compute_dtype": "--dtype", "stored": "--teacher",
+         "data_sha256": "--data and --limit, with hash", "max_disk_gb": "--max-disk-gb"}
+FORCIBLE = {"tokenizer_sha256", "chat_template_sha256", "target tensors_sha256", "target text_config_sha256",
+            "target sample_sha256"}
+
+
+def new_manifest(rows, plan, job):
+    args, tokenizer = job.args, job.renderer.tokenizer
+    versions = {name: version(name) for name in ("torch", "transformers", "safetensors")}
+    return {
+        "format": FORMAT, **target_record(job.target, job.target.facts(), tokenizer), "layers": job.layers,
+        "dtype": str(STORE[args.store]).removeprefix("torch."), "stored": stored_tensors(args.teacher),
+        "candidates": job.candidates, "template_kwargs": args.template_kwargs, "system": args.system,
+        "sampling": job.sampling, "max_length": job.max_length, "data_sha256": rows.sha256,
+        "max_disk_gb": args.max_disk_gb, "block_lines": plan.block_lines, "heldout": args.heldout,
+        "compute_dtype": args.dtype, "backend": args.backend, "sources": rows.sources,
+        "special_ids": {"eos": end_ids(job.target, tokenizer), "chat": chat_ids(tokenizer)},
+        "batches": {"max_batch_tokens": job.batch_tokens, "generate_rows": args.generate_rows},
+        "planned": plan.stated, "done": {}, "complete": False, "forced": [],
+        "versions": {"python": python_version(), **versions},
+        "shards": [], "empty_blocks": [], "run": os.urandom(8).hex(),
+    }
+
+
+def check_same(begun, manifest, args):
+    """Names of what differs from `begun`, the manifest on disk, by force: now, and when it was written.
+
+    Raises UserError for settings that differ otherwise.
+    """
+    forced = set(begun["forced"])
+    if begun["batches"] != manifest["batches"]:
+        say(f"{args.out} was begun with batches {short(begun['batches'])}, now they are "
+            f"{short(manifest['batches'])}: what is computed from here on is rounded otherwise, and of "
+            "answers in bfloat16 some may be others")
+    settings = content_settings(begun)
+    for key, now in content_settings(manifest).items():
+        before = settings.get(key)
+        if before == now:
             continue
-        if args.candidates:
-            sample["teacher_rows"] = sample["loss_mask"][1:].nonzero()[:, 0]
-        kept.append({**sample, **{name: value[n] for name, value in made.items()}})
-    return kept
+        if isinstance(before, dict) and isinstance(now, dict):  # only what differs
+            before, now = ({name: part[name] for name in part if before.get(name) != now.get(name)}
+                           for part in (before, now))
+        name = FLAGS.get(key, key)
+        found = f"{args.out} was begun with {name} {short(before)}"
+        if key not in FORCIBLE or not args.force:
+            raise UserError(f"{found}, this command has {short(now)}; give the settings it was begun with, "
+                            "or another --out")
+        forced.add(name)
+        say(f"forced: {found}, now it is {short(now)}")
+    return sorted(forced)
 
 
-def per_sample(states, lengths):
-    """Whether all of each sample's states are finite, a list of bools."""
-    rows = torch.stack([state.isfinite().all(1) for state in states.values()]).all(0).cpu()  # [N]
-    return [bool(part.all()) for part in rows.split(lengths)]
+def content_settings(manifest):
+    """{name: value} of all that decides what is in the shards."""
+    found = {key: value for key, value in manifest.items() if key not in FREE and key != "planned"}
+    found["planned blocks"] = manifest["planned"]["blocks"]
+    for key in ("vocab_size", "hidden_size", "tensors_sha256", "text_config_sha256", "sample_sha256"):
+        found[f"target {key}"] = manifest["target"][key]
+    return found
 
 
-def expect(backend, conversations, renderer, sampling, args, processes):
-    """Say how long `conversations` will take, at most where answers are written, by a short trial with some of them. Returns hours."""
-    some, room = [], args.max_batch_tokens // 4
-    count = min(args.generate_rows, args.block_lines)  # at once
-    for conversation in conversations[:: max(1, len(conversations) // count)][:count]:
-        ids = conversation.get("input_ids") or renderer.prompt_ids(first_question(conversation), conversation["tools"])
-        if some and len(ids) > room:
-            break
-        room -= len(ids)
-        some.append(sample_of(conversation, ids, conversation.get("loss_mask") or [0] + [1] * (len(ids) - 1)))
-    seconds, spent = 0.0, time.monotonic()
-    if sampling:
-        prompts, trial = [sample["input_ids"].tolist() for sample in some], {}
-        for limit in (1, 1, 9):  # the first token takes the prompt's forward pass besides; the very first call is slower
-            start = time.monotonic()
-            answers = backend.answer(prompts, [limit] * len(prompts), sampling, [0] * len(prompts))
-            trial[limit] = time.monotonic() - start, sum(map(len, answers))
-        (first, _), (both, count) = trial[1], trial[9]
-        count -= len(some)
-        token = (both - first) / count if count else 0.0
-        answers = sum(c["samples"] for c in conversations)
-        seconds = answers * first / len(some) + answers * args.max_new_tokens * max(token, 0.0)
-    start = time.monotonic()
-    pack(backend, some, backend.states(ids_of(some)), args, Counter())
-    rate = sum(len(sample["input_ids"]) for sample in some) / (time.monotonic() - start)
-    seconds = (seconds + sum(c["bound"] for c in conversations) / rate) / processes
-    words = f"{seconds / 3600:.1f} hours" if seconds > 5400 else f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} s"
-    writes = f" and {1 / token:.0f} tokens/s of answers" if sampling and token > 0 else ""
-    bound = f", if all answers take {args.max_new_tokens} tokens" if sampling else ""
-    say(f"this will take about {words}{bound} ({rate:.0f} tokens/s of states{writes} in a trial of {len(some)} "
-        f"samples, {time.monotonic() - spent:.1f} s{f'; {processes} processes' if processes > 1 else ''})")
-    return seconds / 3600
+def short(value):
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text[:100]
 
 
-def free_space(out):
-    place = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    return shutil.disk_usage(place).free
+def join(manifest):
+    """Meet the other processes of this command: give the manifest the `run` of rank 0. Returns their group.
+
+    Raises UserError where their settings or data differ.
+    """
+    from accelerate import PartialState
+
+    group = PartialState(timeout=timedelta(days=1))  # what rank 0 looks through meanwhile may be large
+    # On CPUs without its launcher accelerate counts one process and gathers nothing; torch counts them all.
+    everyone = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, (manifest["run"], settings_sha256(manifest)))
+    if len({settings for _, settings in everyone}) > 1:
+        raise UserError("the processes of this command have different settings, data or targets; give all of "
+                        "them the same")
+    manifest["run"] = everyone[0][0]
+    return group
 
 
-def check_space(args, need):
-    free = free_space(args.out)
-    if need <= free:
+def begin(manifest, begun, args):
+    """Rank 0, before any process computes: lock the folder, remove what a killed run left half-written, take
+    over what is finished.
+
+    Returns the lock, an open file. All processes of a command share it, so that another one waits for the
+    last of them.
+    """
+    args.out.mkdir(parents=True, exist_ok=True)
+    lock = lock_folder(args.out, "written")
+    if not begun and (args.out / MANIFEST).exists():
+        raise UserError(f"--out {args.out} was begun by another command just now; give the same command "
+                        "again")
+    for stray in args.out.iterdir():
+        if TEMPORARY.match(stray.name) or STRAY.fullmatch(stray.name):
+            stray.unlink()
+    if begun:
+        add(manifest, intact(read_manifest(args.out), args))  # read once more: nobody else changes it now
+        remove_read(manifest, args.out)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    save(manifest, args.out)
+    remove_journals(args.out)
+    return lock
+
+
+def follow(manifest, out):
+    """Another rank, while rank 0 loads the target: wait for its manifest. Returns the lock that all share.
+
+    Raises Failed when another command has begun the folder.
+    """
+    while not (out / MANIFEST).exists():
+        time.sleep(0.1)
+    if read_manifest(out).get("run") != manifest["run"]:
+        raise Failed(f"another command has begun {out} meanwhile; give this one again when it is done")
+    return lock_folder(out, "written", shared=True)
+
+
+def intact(begun, args):
+    """The entries of the finished blocks whose shards are there, or with --max-disk-gb were read and removed;
+    others are named."""
+    gone = acknowledged(args.out, begun["planned"])
+    return [entry for entry in finished(begun) + journals(args.out)
+            if entry["block"] in gone or whole(entry, args)]
+
+
+def whole(entry, args):
+    """Whether a finished block's shard is still there, of its size, and with --verify of its hash."""
+    if "file" not in entry:  # a block of which nothing was kept
+        return True
+    path = args.out / entry["file"]
+    good = path.exists() and path.stat().st_size == entry["bytes"]
+    if good and args.verify:
+        good = sha256_file(path) == entry["sha256"]
+    if not good:
+        say(f"{path} is missing or damaged and is to be made again")
+    return good
+
+
+def journals(out, run=None):
+    """The entries of all journals, or of those of one `run`; what cannot be read is said, and its blocks are
+    made again."""
+    entries = []
+    for path in sorted(out.glob("journal-*.json")):
+        try:
+            journal = read_sealed(path)
+        except UserError as error:
+            say(f"{error}; what it lists is made again")
+            continue
+        if run in (None, journal["run"]):
+            entries += journal["finished"]
+    return entries
+
+
+def remove_journals(out):
+    for path in out.glob("journal-*.json"):
+        path.unlink()
+
+
+def unfinished(plan, entries):
+    """The blocks that are not among the finished ones, ascending."""
+    return sorted(set(range(len(plan.blocks))) - {entry["block"] for entry in entries})
+
+
+def add(manifest, entries):
+    """List finished blocks, each once, in order."""
+    found = {entry["block"]: entry for entry in entries + finished(manifest)}
+    entries = [found[block] for block in sorted(found)]
+    manifest["shards"] = [entry for entry in entries if "file" in entry]
+    manifest["empty_blocks"] = [entry for entry in entries if "file" not in entry]
+
+
+def record(manifest, entry, own, out):
+    """A block is finished. own: the entries of this process since it began."""
+    own.append(entry)
+    if RANK != 0:
+        write_sealed(out / f"journal-{RANK}.json", {"run": manifest["run"], "finished": own})
         return
-    if not args.regenerate:
-        raise UserError(f"the shards need {human_bytes(need)} and the disk of {args.out} has {human_bytes(free)} free; give fewer rows "
-                        f"(--limit), a smaller --max-length{', a smaller --max-disk-gb' if args.max_disk_gb else ''}, or another disk")
-    say(f"warning: the shards need at most {human_bytes(need)} and the disk of {args.out} has {human_bytes(free)} free")
+    add(manifest, [entry, *journals(out, manifest["run"])])
+    save(manifest, out)
+
+
+def take_over(manifest, out):
+    """Rank 0, while it waits: list what other processes have finished. Training that follows may wait for
+    that very shard."""
+    before = len(finished(manifest))
+    add(manifest, journals(out, manifest["run"]))
+    if len(finished(manifest)) > before:
+        save(manifest, out)
+
+
+def save(manifest, out):
+    manifest["done"] = sum_up(manifest)
+    write_sealed(out / MANIFEST, manifest)
+
+
+def sum_up(manifest):
+    entries = finished(manifest)
+    keys = {"read": "read", "samples": "samples", "tokens": "rows", "supervised_tokens": "supervised_tokens",
+            "heldout_samples": "heldout_samples", "answers_cut": "cut"}
+    total = {key: sum(entry.get(name, 0) for entry in entries) for key, name in keys.items()}
+    skipped = Counter()
+    for entry in entries:
+        skipped.update(entry["skipped"])
+    return {**total, "skipped": dict(skipped)}
+
+
+def remove_read(manifest, out):
+    """Remove the shards that a training which follows has acknowledged. Returns their blocks, a range."""
+    blocks = acknowledged(out, manifest["planned"])
+    names = set(map(shard_name, blocks))
+    for path in out.glob("shard-*.safetensors"):
+        if path.name in names:
+            path.unlink(missing_ok=True)  # another process may be faster
+    return blocks
+
+
+def wait_for_room(manifest, block, out):
+    """With --max-disk-gb: wait until the shards from the first unread one to `block` fit.
+
+    All is decided by planned bytes, so that processes need not ask each other. Raises Failed when the
+    training has ended before.
+    """
+    planned = manifest["planned"]
+    if "room" not in planned or block < planned["heldout_blocks"]:
+        return
+    sizes, spoke = planned["block_bytes"], time.monotonic() - 55  # a short wait needs no words
+    while True:
+        read = remove_read(manifest, out)
+        if sum(sizes[read.stop : block + 1]) <= planned["room"]:
+            return
+        if (out / ACKNOWLEDGED).exists() and read_sealed(out / ACKNOWLEDGED)["finished"]:
+            raise Failed(f"the training that follows has ended with {len(read)} of "
+                         f"{planned['blocks'] - planned['heldout_blocks']} shards read, as its --max-steps "
+                         "said; no more are made")
+        if time.monotonic() - spoke > 60:
+            spoke = time.monotonic()
+            say(f"paused: shards of up to {human_bytes(sum(sizes[read.stop : block]))} wait for "
+                "train_drafter.py --follow to read them")
+        if RANK == 0:
+            take_over(manifest, out)
+        time.sleep(0.5)
+
+
+def wait_for_others(manifest, plan, out):
+    """Rank 0, when its blocks are made: list those of the other processes, until all are there."""
+    spoke = time.monotonic()
+    while left := len(unfinished(plan, finished(manifest))):
+        if time.monotonic() - spoke > 60:
+            spoke = time.monotonic()
+            say(f"{left} blocks are still being made by other processes")
+        time.sleep(0.2)
+        take_over(manifest, out)
+        remove_read(manifest, out)
+
+
+def complete(manifest, out):
+    if not manifest["shards"]:
+        reasons = count_text(Counter(manifest["done"]["skipped"]))
+        raise UserError(f"none of the samples could be kept ({reasons}); there is nothing to train on")
+    manifest["complete"] = True
+    del manifest["run"]  # only to tell running commands apart
+    save(manifest, out)
+    remove_journals(out)
+
+
+# What runs the target: the backends
 
 
 class Transformers:
-    """The target in transformers; a context manager.
+    """The target in transformers; a context manager, as common.sglang.SGLang is.
 
-    Its answers, its states and its lm_head, a function of [n, H] to [n, V], are all that an extraction needs. `dtype` is that of the
-    states, `device` where they lie.
+    Its answers, its states and its lm_head, a function of [n, H] to [n, V], are all that an extraction needs.
+    `dtype` is that of the states, `device` where they lie.
     """
 
     def __init__(self, target, layers, dtype, most, batch_tokens, device=None, trust_remote_code=False):
@@ -512,230 +695,327 @@ class Transformers:
         pass
 
     def answer(self, prompts, limits, sampling, seeds, report=lambda ids: None):
-        """The target's answers to prompts: lists of ids, the end token included, each cut at its limit. The random numbers of each
-        depend on its seed alone. report(ids) is called with each answer as it ends."""
+        """The target's answers to prompts: lists of ids, the end token included, each cut at its limit. The
+        random numbers of each depend on its seed alone. report(ids) is called with each answer as it ends."""
         drawn = [random_numbers(seed, [], limit) for seed, limit in zip(seeds, limits, strict=True)]
-        group = decode(self.model, prompts, limits, set(sampling["stop_ids"]), sampling=sampling, most=self.most,
-                       numbers=lambda n, first, count: drawn[n][first : first + count], prefill_tokens=self.batch_tokens, report=report)
+        group = decode(self.model, prompts, limits, set(sampling["stop_ids"]), sampling=sampling,
+                       most=self.most, numbers=lambda n, first, count: drawn[n][first : first + count],
+                       prefill_tokens=self.batch_tokens, report=report)
         return [answer.ids for answer in group.answers]
 
     def states(self, samples):
         """[(aux [T, 3H], last [T, H])] of id lists, in one forward pass, padded on the right."""
-        ids = pad_sequence([torch.tensor(sample) for sample in samples], batch_first=True).to(self.device)  # [B, T]
-        aux, last = self.model.states(ids)  # [B, T, 3H], [B, T, H]
+        ids = pad_sequence([torch.tensor(sample) for sample in samples], batch_first=True)  # [B, T]
+        aux, last = self.model.states(ids.to(self.device))  # [B, T, 3H], [B, T, H]
         return [(aux[n, : len(sample)], last[n, : len(sample)]) for n, sample in enumerate(samples)]
 
 
-def open_backend(args, target, layers, max_length, device=None):
-    """What args.backend names, ready to run. Raises UserError when it cannot."""
+def open_backend(job, device=None):
+    """What --backend names, ready to run. Raises UserError when it cannot."""
+    args = job.args
     if args.backend == "hf":
-        return Transformers(target, layers, args.dtype, args.generate_rows, args.max_batch_tokens, device, args.trust_remote_code)
-    return SGLang(target, layers, args.dtype, max_length, args.server_url, args.states_folder, args.server_arguments,
-                  args.trust_remote_code)
+        return Transformers(job.target, job.layers, args.dtype, args.generate_rows, job.batch_tokens, device,
+                            args.trust_remote_code)
+    return SGLang(job.target, job.layers, args.dtype, job.max_length, args.server_url, args.states_folder,
+                  args.server_arguments, args.trust_remote_code)
 
 
-FLAGS = {"dtype": "--store", "compute_dtype": "--dtype", "stored": "--teacher", "data_sha256": "--data and --limit, with hash",
-         "max_disk_gb": "--max-disk-gb"}
-COUNTS = ("rows", "samples", "bytes", "supervised_tokens", "heldout_samples")
+# Before the work: disk and hours
 
 
-def check_same(begun, manifest, args):
-    """Refuse to go on with `begun`, the manifest on disk, under other settings. What --force lets pass is said and listed."""
-    pairs = [(key, begun.get(key), manifest[key], key in ("tokenizer_sha256", "chat_template_sha256"))
-             for key in manifest if key not in {*FREE, "planned"}]
-    pairs.append(("planned blocks", begun["planned"]["blocks"], manifest["planned"]["blocks"], False))
-    pairs += [(f"target {key}", begun["target"].get(key), manifest["target"][key], True)
-              for key in ("tensors_sha256", "text_config_sha256", "sample_sha256") if key in begun["target"]]
-    if begun.get("batches") != manifest["batches"]:
-        say(f"{args.out} was begun with batches {short(begun.get('batches'))}, now they are {short(manifest['batches'])}: what is computed "
-            f"from here on is rounded otherwise, and of answers in bfloat16 some may be others")
-    for key, before, now, forcible in pairs:
-        if before == now:
-            continue
-        if isinstance(before, dict) and isinstance(now, dict):  # only what differs
-            before, now = ({name: part[name] for name in part if before.get(name) != now.get(name)} for part in (before, now))
-        key = FLAGS.get(key, key)
-        if not (forcible and args.force):
-            raise UserError(f"{args.out} was begun with {key} {short(before)}, this command has {short(now)}; give the settings it "
-                            f"was begun with, or another --out")
-        manifest["forced"].append(key)
-        say(f"forced: {args.out} was begun with {key} {short(before)}, now it is {short(now)}")
-    manifest["forced"] = sorted({*begun.get("forced", []), *manifest["forced"]})
-    manifest["versions"] = begun["versions"]
+def free_space(out):
+    place = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    return shutil.disk_usage(place).free
 
 
-def agree(manifest):
-    """All processes of a command: give the manifest the `run` of rank 0. Raises UserError where their settings or data differ."""
-    everyone = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, (manifest["run"], settings_sha256(manifest)))  # accelerate's gathers nothing on CPUs
-    if len({found for _, found in everyone}) > 1:
-        raise UserError("the processes of this command have different settings, data or targets; give all of them the same")
-    manifest["run"] = everyone[0][0]
+def space_needed(missing, plan, args):
+    """Bytes that the missing blocks will take, at most. With --max-disk-gb what is there is part of it."""
+    need = sum(c["bound"] for c in conversations_of(missing, plan)) * plan.row_bytes
+    if args.max_disk_gb is None:
+        return need
+    there = sum(path.stat().st_size for path in args.out.glob("shard-*.safetensors"))
+    return min(need, int(args.max_disk_gb * 1e9) - there)
 
 
-def follow(manifest, out):
-    """Another rank, while rank 0 loads the target: wait for its manifest. Raises Failed when another command has begun the folder."""
-    while not (out / MANIFEST).exists():
-        time.sleep(0.1)
-    if read_json(out / MANIFEST).get("run") != manifest["run"]:
-        raise Failed(f"another command has begun {out} meanwhile; give this one again when it is done")
-
-
-def begin(manifest, begun, args):
-    """Rank 0, before any process computes: lock the folder, remove what a killed run left half-written, take over what is finished.
-
-    Returns the lock, an open file. All processes of a command share it, so that another one waits for the last of them.
-    """
-    args.out.mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(args.out, "written")
-    if not begun and (args.out / MANIFEST).exists():
-        raise UserError(f"--out {args.out} was begun by another command just now; give the same command again")
-    for stray in args.out.iterdir():
-        if TEMPORARY.match(stray.name) or STRAY.fullmatch(stray.name):
-            stray.unlink()
-    if begun:
-        begun = read_manifest(args.out)  # once more, now that nobody else changes it
-        blocks = manifest["planned"]["blocks"]
-        wrong = sum(not usable(entry, blocks) for entry in listed(begun))
-        if wrong or len({entry["block"] for entry in listed(begun)}) < len(listed(begun)):
-            raise UserError(f"{args.out / MANIFEST} lists shards that cannot be this extraction's ({wrong} entries, or one twice): it was "
-                            f"changed after it was written; restore it, or give another --out")
-        add(manifest, intact(begun, args))
-        remove_read(args.out, manifest)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    save(manifest, args.out)
-    remove_journals(args.out)
-    return lock
-
-
-def intact(begun, args):
-    """The entries of the finished blocks whose shards are there, or with --max-disk-gb were read and removed; others are named."""
-    blocks, gone = begun["planned"]["blocks"], acknowledged(args.out, begun["planned"])
-    return [entry for entry in listed(begun) + journals(args.out, blocks)
-            if usable(entry, blocks) and (entry["block"] in gone or whole(entry, args))]
-
-
-def remove_read(out, manifest):
-    """Remove the shards that a training which follows has acknowledged. Returns their blocks, a range."""
-    blocks = acknowledged(out, manifest["planned"])
-    gone = set(map(shard_name, blocks))
-    for path in out.glob("shard-*.safetensors") if gone else ():
-        if path.name in gone:
-            path.unlink(missing_ok=True)  # another process may be faster
-    return blocks
-
-
-def wait_for_room(manifest, block, out):
-    """With --max-disk-gb: wait until the shards from the first unread one to `block` fit. All is decided by planned bytes, so that
-    processes need not ask each other. Raises Failed when the training has ended before."""
-    planned, spoke = manifest["planned"], time.monotonic() - 55  # a short wait needs no words
-    while "room" in planned and block >= planned["heldout_blocks"]:
-        read = remove_read(out, manifest)
-        first = read.stop
-        if sum(planned["block_bytes"][first : block + 1]) <= planned["room"]:
-            return
-        if (out / ACKNOWLEDGED).exists() and read_json(out / ACKNOWLEDGED).get("finished"):
-            raise Failed(f"the training that follows has ended with {len(read)} of "
-                         f"{planned['blocks'] - planned['heldout_blocks']} shards read, as its --max-steps said; no more are made")
-        if time.monotonic() - spoke > 60:
-            spoke = time.monotonic()
-            waiting = human_bytes(sum(planned["block_bytes"][first:block]))
-            say(f"paused: shards of up to {waiting} wait for train_drafter.py --follow to read them")
-        if RANK == 0:
-            take_over(manifest, out)
-        time.sleep(0.5)
-
-
-def take_over(manifest, out):
-    """Rank 0, while it waits: list what other processes have finished. Training that follows may wait for that very shard."""
-    before = len(listed(manifest))
-    add(manifest, journals(out, manifest["planned"]["blocks"], manifest["run"]))
-    if len(listed(manifest)) > before:
-        save(manifest, out)
-
-
-def whole(entry, args):
-    """Whether a finished block's shard is still there, of its size, and with --verify of its hash."""
-    path = args.out / entry.get("file", "")
-    if path == args.out or path.exists() and path.stat().st_size == entry["bytes"] and not (
-            args.verify and sha256_file(path) != entry["sha256"]):
-        return True
-    say(f"{path} is missing or damaged and is to be made again")
-    return False
-
-
-def listed(manifest):
-    """The entries of all finished blocks, those without samples included."""
-    return manifest["shards"] + manifest["empty_blocks"]
-
-
-def usable(entry, blocks):
-    """Whether an entry of a manifest or a journal can be of a finished block, of so many."""
-    if not isinstance(entry, dict) or type(entry.get("block")) is not int or not 0 <= entry["block"] < blocks:
-        return False
-    skipped, read = entry.get("skipped"), entry.get("read")
-    if not isinstance(skipped, dict) or any(type(count) is not int for count in [read, *skipped.values()]):
-        return False
-    if "file" not in entry:
-        return sum(skipped.values()) >= read
-    return entry["file"] == shard_name(entry["block"]) and entry.get("samples") != 0 and all(
-        type(entry.get(key)) is int and entry[key] >= 0 for key in COUNTS)
-
-
-def journals(out, blocks, run=None):
-    """The usable entries of all journals, or of those of one `run`; what cannot be read is said, and its blocks are made again."""
-    found = []
-    for path in sorted(out.glob("journal-*.json")):
-        try:
-            journal = read_json(path)
-        except UserError as error:
-            say(f"{error}; what it lists is made again")
-            continue
-        entries = journal.get("finished") if run in (None, journal.get("run")) else []
-        found += [entry for entry in entries if usable(entry, blocks)] if isinstance(entries, list) else []
-    return found
-
-
-def remove_journals(out):
-    for path in out.glob("journal-*.json"):
-        path.unlink()
-
-
-def add(manifest, entries):
-    """List finished blocks, each once, in order."""
-    found = {entry["block"]: entry for entry in entries + listed(manifest)}
-    entries = [found[block] for block in sorted(found)]
-    manifest["shards"] = [entry for entry in entries if "file" in entry]
-    manifest["empty_blocks"] = [entry for entry in entries if "file" not in entry]
-
-
-def record(manifest, entry, own, out):
-    """A block is finished. own: the entries of this process since it began."""
-    own.append(entry)
-    if RANK != 0:
-        write_json(out / f"journal-{RANK}.json", {"run": manifest["run"], "finished": own})
+def check_space(args, need):
+    free = free_space(args.out)
+    if need <= free:
         return
-    add(manifest, [entry, *journals(out, manifest["planned"]["blocks"], manifest["run"])])
-    save(manifest, out)
+    found = f"{human_bytes(need)} and the disk of {args.out} has {human_bytes(free)} free"
+    if args.regenerate:
+        say(f"warning: the shards need at most {found}")
+        return
+    smaller = ", a smaller --max-disk-gb" if args.max_disk_gb else ""
+    raise UserError(f"the shards need {found}; give fewer rows (--limit), a smaller --max-length{smaller}, "
+                    "or another disk")
 
 
-def save(manifest, out):
-    manifest["done"] = sum_up(manifest)
-    write_json(out / MANIFEST, manifest)
+def dry_run(begun, rows, plan, job, started):
+    """Say what there is and how long the rest will take. Returns the summary."""
+    args = job.args
+    missing, hours = unfinished(plan, intact(begun, args) if begun else []), None
+    done = len(plan.blocks) - len(missing)
+    if begun:
+        say(f"{done} of {len(plan.blocks)} shards are finished")
+    if args.backend == "sglang":
+        folder = args.states_folder or args.out.absolute().with_name(f"{args.out.name}-states")
+        command = server_command(job.target, job.layers, args.dtype, job.max_length, folder,
+                                 args.server_arguments, args.trust_remote_code)
+        say(f"a server for --server-url, with a folder that both sides see: {command}")
+    elif RANK == 0 and conversations_of(missing, plan):
+        with open_backend(job) as backend:
+            hours = expect(backend, missing, plan, job)
+    tokens = plan.stated["tokens"]
+    return {"dry_run": True, "samples": plan.stated["samples"],
+            "skipped": dict(Counter(reason for _, reason in rows.skipped)), "tokens": tokens,
+            "supervised_tokens": None if job.sampling else plan.supervised,
+            "bytes": int(tokens * plan.row_bytes), "bytes_per_token": plan.row_bytes, "hours": hours,
+            "seconds": time.monotonic() - started, "tokens_per_second": None, "shards": len(plan.blocks),
+            "finished": done, "out": str(args.out)}
 
 
-def sum_up(manifest):
-    entries = listed(manifest)
-    total = {key: sum(entry.get(name, 0) for entry in entries) for key, name in (
-        ("read", "read"), ("samples", "samples"), ("tokens", "rows"), ("supervised_tokens", "supervised_tokens"),
-        ("heldout_samples", "heldout_samples"), ("answers_cut", "cut"))}
-    total["skipped"] = dict(sum((Counter(entry["skipped"]) for entry in entries), Counter()))
-    return total
+def expect(backend, missing, plan, job):
+    """Say how long the missing blocks will take, at most where answers are written, by a short trial with
+    some of their samples. Returns hours."""
+    start, conversations = time.monotonic(), conversations_of(missing, plan)
+    some = trial_samples(conversations, plan, job)
+    work, written, bound = 0.0, "", ""  # seconds of one process
+    if job.sampling:
+        first, token = time_answers(backend, some, job.sampling)
+        longest = job.sampling["max_new_tokens"]
+        work = sum(c["samples"] for c in conversations) * (first + longest * token)
+        written = f" and {1 / token:.0f} tokens/s of answers" if token else ""
+        bound = f", if all answers take {longest} tokens"
+    began = time.monotonic()
+    pack(backend, some, backend.states(ids_of(some)), job, Counter())
+    rate = sum(len(sample["input_ids"]) for sample in some) / (time.monotonic() - began)
+    seconds = (work + sum(c["bound"] for c in conversations) / rate) / job.processes
+    if seconds > 5400:
+        words = f"{seconds / 3600:.1f} hours"
+    elif seconds > 90:
+        words = f"{seconds / 60:.0f} minutes"
+    else:
+        words = f"{seconds:.0f} s"
+    processes = f"; {job.processes} processes" if job.processes > 1 else ""
+    say(f"this will take about {words}{bound} ({rate:.0f} tokens/s of states{written} in a trial of "
+        f"{len(some)} samples, {time.monotonic() - start:.1f} s{processes})")
+    return seconds / 3600
 
 
-def short(value):
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text[:100]
+def trial_samples(conversations, plan, job):
+    """Some of the samples, from all over, as many as are computed at once and fit into a small batch."""
+    some, room = [], job.batch_tokens // 4
+    count = min(job.args.generate_rows, plan.block_lines)
+    for conversation in conversations[:: max(1, len(conversations) // count)][:count]:
+        if job.sampling:
+            ids = job.renderer.prompt_ids(first_question(conversation), conversation["tools"])
+            mask = [0] + [1] * (len(ids) - 1)  # as many rows to teach as there can be
+        else:
+            ids, mask = conversation["input_ids"], conversation["loss_mask"]
+        if some and len(ids) > room:
+            break
+        room -= len(ids)
+        some.append(sample_of(conversation, ids, mask))
+    return some
+
+
+def time_answers(backend, samples, sampling):
+    """(seconds an answer until its first token, seconds of each further token) of answers to `samples`."""
+    prompts, took, count = ids_of(samples), {}, {}
+    for limit in (1, 1, 9):  # the first token takes the prompt's forward pass; the very first call is slower
+        start = time.monotonic()
+        answers = backend.answer(prompts, [limit] * len(prompts), sampling, [0] * len(prompts))
+        took[limit], count[limit] = time.monotonic() - start, sum(map(len, answers))
+    more = count[9] - len(samples)
+    token = max((took[9] - took[1]) / more, 0.0) if more else 0.0
+    return took[1] / len(samples), token
+
+
+# The extraction
+
+
+def extract(manifest, mine, plan, backend, job):
+    """Compute the blocks `mine`. Each is written by a thread while the next one is computed."""
+    conversations = conversations_of(mine, plan)
+    if job.sampling:
+        progress = Progress(sum(c["samples"] for c in conversations), "answers", "extracting")
+    else:
+        progress = Progress(sum(c["bound"] for c in conversations), "tokens", "extracting")
+    own, writing = [], None
+    with ThreadPoolExecutor(1) as writer:
+        for block in mine:
+            part, skipped, cut = plan.blocks[block], Counter(plan.skipped[block]), 0
+            read = len(part) + skipped.total()
+            if job.sampling:
+                samples, cut = write_answers(backend, part, job, skipped, progress)
+                samples = add_states(backend, samples, job, skipped)
+            else:
+                samples = [sample_of(c, c["input_ids"], c["loss_mask"]) for c in part]
+                samples = add_states(backend, samples, job, skipped, progress)
+            if writing:
+                writing.result()  # no more than two blocks are in memory
+            wait_for_room(manifest, block, job.args.out)
+            facts = {"block": block, "read": read, "skipped": dict(skipped), "cut": cut}
+            writing = writer.submit(write, manifest, own, samples, facts, job.args.out)
+        writing.result()
+    progress.close()
+
+
+def write(manifest, own, samples, facts, out):
+    need = sum(value.nbytes for sample in samples for value in sample.values() if torch.is_tensor(value))
+    free = shutil.disk_usage(out).free
+    if free < 1.05 * need + (1 << 20):
+        raise Failed(f"the disk of {out} has {human_bytes(free)} left and the next shard needs "
+                     f"{human_bytes(need)}; make room and give the same command again")
+    entry = write_shard(out, facts["block"], samples) or {}
+    record(manifest, {**entry, **facts}, own, out)
+
+
+def sample_of(conversation, ids, mask, turn=0):
+    return {"input_ids": torch.tensor(ids, dtype=torch.int32),
+            "loss_mask": torch.tensor(mask, dtype=torch.uint8), "sample_id": conversation["line"],
+            "turn_id": turn, "source_id": conversation["source_id"], "heldout": conversation["heldout"]}
+
+
+def ids_of(samples):
+    return [sample["input_ids"].tolist() for sample in samples]
+
+
+def write_answers(backend, conversations, job, skipped, progress):
+    """(Samples of the answers that the target writes, turn by turn, each in the context of its own earlier
+    answers; how many were cut by a limit)."""
+    samples, cut, written, start = [], 0, 0, time.monotonic()
+
+    def ended(ids):
+        nonlocal written
+        written += len(ids)
+        progress.update(1, f"{written / (time.monotonic() - start):.0f} tokens/s")
+
+    while True:
+        asked = ask(conversations, job, skipped)
+        if not asked:
+            return samples, cut
+        sampling, prompts = job.sampling, [prompt for _, _, prompt in asked]
+        limits = [min(sampling["max_new_tokens"], job.max_length - len(prompt)) for prompt in prompts]
+        numbers = [random_numbers(sampling["seed"], [c["line"], turn], 1)[0] for c, turn, _ in asked]
+        seeds = [int(number * 2**31) for number in numbers]
+        answers = backend.answer(prompts, limits, sampling, seeds, ended)
+        cut += sum(answer[-1] not in sampling["stop_ids"] for answer in answers)
+        for (conversation, turn, prompt), answer in zip(asked, answers, strict=True):
+            mask = [0] * len(prompt) + [1] * len(answer)
+            samples.append(sample_of(conversation, prompt + answer, mask, turn))
+            messages = conversation["messages"]
+            messages[messages.index(None)] = job.renderer.message(answer)
+
+
+def ask(conversations, job, skipped):
+    """[(conversation, number of the turn, prompt ids)] of those that lack an answer; where the prompt has
+    become too long, no more is asked of them."""
+    asked = []
+    for conversation in conversations:
+        if None not in conversation["messages"]:
+            continue
+        told = first_question(conversation)
+        try:
+            prompt = job.renderer.prompt_ids(told, conversation["tools"])
+            if len(prompt) >= job.max_length:
+                raise Skip("prompt too long")
+        except Skip as skip:
+            skipped[skip.reason] += 1
+            conversation["messages"].clear()
+            continue
+        turn = sum(message["role"] == "assistant" for message in told)
+        asked.append((conversation, turn, prompt))
+    return asked
+
+
+def add_states(backend, samples, job, skipped, progress=None):
+    """The samples with their states, by line and turn; computed in batches of like length."""
+    place = itemgetter("sample_id", "turn_id")
+    samples = sorted(samples, key=lambda sample: (-len(sample["input_ids"]), *place(sample)))
+    batches = []
+    while samples:
+        count = max(1, job.batch_tokens // len(samples[0]["input_ids"]))
+        batches.append(samples[:count])
+        samples = samples[count:]
+    alone = isinstance(backend, Transformers) and backend.device.type == "cpu"  # the cores are wanted already
+    computed = (map if alone else ahead)(backend.states, map(ids_of, batches))
+    kept = []
+    for batch, states in zip(batches, computed, strict=True):
+        kept += pack(backend, batch, states, job, skipped)
+        if progress:
+            progress.update(sum(len(sample["input_ids"]) for sample in batch))
+    return sorted(kept, key=place)
+
+
+def ahead(function, values):
+    """function(value) of each value, in order; the next one is computed by a thread meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = None
+        for value in values:
+            coming, done = pool.submit(function, value), coming
+            if done:
+                yield done.result()
+        if coming:
+            yield coming.result()
+
+
+def pack(backend, batch, states, job, skipped):
+    """The samples with what is stored of their states, a list of (aux [T, 3H], last [T, H]), on the CPU.
+
+    Samples with states that are not finite are named, counted in `skipped` and left out.
+    """
+    # [N, 3H], [N, H]: rows of all samples
+    aux, last = (torch.cat(part) for part in zip(*states, strict=True))
+    lengths = [len(sample["input_ids"]) for sample in batch]
+    finite = (aux.isfinite().all(1) & last.isfinite().all(1)).cpu().split(lengths)
+    mask = torch.cat([sample["loss_mask"] for sample in batch])  # [N]
+    teach = mask[1:].nonzero()[:, 0]  # [M] rows whose next token is supervised; no sample's first one ever is
+    chosen, ids, logprobs = choices(backend.target, backend.lm_head, last, teach.to(backend.device),
+                                    job.candidates)  # [N], [M, C], [M, C]
+    made, stored = {"target_argmax": chosen.int()}, {"aux_hidden_states": aux}
+    if job.candidates:
+        made |= {"teacher_ids": ids.int(), "teacher_logprobs": logprobs.bfloat16()}
+    else:
+        stored["last_hidden_state"] = last
+    for key, state in stored.items():
+        parts = state.shape[1] // backend.target.hidden_size
+        made[key], scale = store_states(state, parts, STORE[job.args.store])
+        if scale is not None:
+            made[SCALES[key]] = scale
+    taught = [int(sample["loss_mask"].sum()) for sample in batch]
+    made = {name: value.to("cpu").split(taught if name in TEACHER else lengths)
+            for name, value in made.items()}
+    kept = []
+    for n, sample in enumerate(batch):
+        if not finite[n].all():
+            overflow = backend.dtype == torch.float16
+            hint = "; float16 overflows in this target, --dtype bfloat16 does not" if overflow else ""
+            say(f"line {sample['sample_id'] + 1}, turn {sample['turn_id']}: states that are not finite, "
+                f"skipped{hint}")
+            skipped["non-finite states"] += 1
+            continue
+        if job.candidates:
+            sample["teacher_rows"] = sample["loss_mask"][1:].nonzero()[:, 0]
+        kept.append({**sample, **{name: value[n] for name, value in made.items()}})
+    return kept
+
+
+# The end
+
+
+def report(manifest, before, rows, job, seconds):
+    """Say what there is and return the summary. before: what was done when this command began."""
+    done = manifest["done"]
+    if done["answers_cut"]:
+        say(f"{done['answers_cut']} of {done['samples']} answers were cut at --max-new-tokens or "
+            "--max-length")
+    say(f"{job.args.out} is complete: {done['samples']} samples, {done['tokens']} tokens")
+    return {**done, "bytes": sum(entry["bytes"] for entry in manifest["shards"]),
+            "bytes_per_token": row_bytes(job, done["supervised_tokens"] / done["tokens"]), "seconds": seconds,
+            "tokens_per_second": (done["tokens"] - before["tokens"]) / seconds,
+            "shards": len(manifest["shards"]), "dropped_or_cut": dict(rows.notes),
+            "forced": manifest["forced"], "out": str(job.args.out)}
 
 
 if __name__ == "__main__":

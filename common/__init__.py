@@ -1,1 +1,2 @@
-"""What two or more of the four scripts share: the drafter, the file formats, the target's tensors, the command line."""
+"""What two or more of the four scripts share: the drafter, the file formats, the target's tensors,
+the command line."""

@@ -1,8 +1,9 @@
-"""Runs inside SGLang, with nothing but torch and safetensors: writes the target's states of each prompt as they are computed.
+"""Runs inside SGLang, with nothing but torch and safetensors: writes the target's states of each prompt as
+they are computed.
 
-SGLang is told of it with --forward-hooks, on the module `logits_processor`. Only requests whose id begins with PREFIX are written, each
-to ID.safetensors in the hook's folder: `last` [T, H], the lm_head's input, and `aux0`, `aux1`, ... [T, ...], side by side the
-captured layers. What goes wrong is told in ID.error.
+SGLang is told of it with --forward-hooks, on the module `logits_processor`. Only requests whose id begins
+with PREFIX are written, each to ID.safetensors in the hook's folder: `last` [T, H], the lm_head's input, and
+`aux0`, `aux1`, ... [T, ...], side by side the captured layers. What goes wrong is told in ID.error.
 """
 
 import os
@@ -34,10 +35,11 @@ def write_states(config):
             return
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
             return  # every rank of a tensor-parallel target has the same states
-        states = {"last": last, **{f"aux{n}": part for n, part in enumerate([aux] if isinstance(aux, torch.Tensor) else aux)}}
-        states = {name: _to_host(state.detach()) for name, state in states.items()}
-        copied = last.is_cuda and torch.cuda.Event()
-        if copied:
+        parts = [aux] if isinstance(aux, torch.Tensor) else aux
+        states = {"last": _to_host(last)} | {f"aux{n}": _to_host(part) for n, part in enumerate(parts)}
+        copied = None
+        if last.is_cuda:
+            copied = torch.cuda.Event()
             copied.record()
         batches.put((list(rids), list(batch.extend_seq_lens_cpu), states, copied))
 
@@ -45,7 +47,9 @@ def write_states(config):
 
 
 def _to_host(state):
-    """A copy, as the engine may use its memory again; of a GPU's in pinned memory and under way while the engine goes on."""
+    """A copy, as the engine may use its memory again; of a GPU's in pinned memory and under way while the
+    engine goes on."""
+    state = state.detach()
     if not state.is_cuda:
         return state.clone()
     return torch.empty(state.shape, dtype=state.dtype, pin_memory=True).copy_(state, non_blocking=True)
@@ -58,8 +62,9 @@ def _write_all(folder, batches):
             copied.synchronize()
         start = 0
         for rid, count in zip(rids, counts, strict=False):  # the counts may be padded
+            rows = slice(start, start + count)
             if OURS.fullmatch(rid):
-                _write(folder, rid, {name: state[start : start + count].contiguous() for name, state in states.items()})
+                _write(folder, rid, {name: state[rows].contiguous() for name, state in states.items()})
             start += count
 
 

@@ -27,20 +27,20 @@ class Failed(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are UserErrors, one sentence each, and whose help says every default that its text does not."""
+    """argparse whose mistakes are UserErrors, one sentence each, and whose help says every default that its
+    text does not."""
 
-    def __init__(self, doc):
-        super().__init__(description=doc, formatter_class=_Help, allow_abbrev=False)
-
-    def add_argument(self, *names, **settings):
-        if "type" in settings and "choices" not in settings:
-            settings.setdefault("metavar", "N" if settings["type"] in (int, positive_int) else "X")
-        return super().add_argument(*names, **settings)
+    def __init__(self, doc, usage=None):
+        super().__init__(description=doc, usage=usage, formatter_class=_Help, allow_abbrev=False)
 
     def parse_args(self):
         for word in sys.argv[1:]:
             if word != word.encode(errors="replace").decode():  # it will stand in files of JSON
-                raise UserError(f"the argument {word!a} is no UTF-8; write it in UTF-8 (a file of such a name: rename it)")
+                raise UserError(f"the argument {word!a} is no UTF-8; write it in UTF-8 (a file of such a "
+                                "name: rename it)")
+        for action in self._actions:
+            if action.type and not action.choices and not action.metavar:
+                action.metavar = "N" if getattr(action.type, "kind", action.type) is int else "X"
         return super().parse_args()
 
     def error(self, message):
@@ -56,10 +56,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def run(main, interrupted="the same command goes on from what is on disk"):
-    """Call `main()`, print the summary that it returns as one line of JSON on stdout, and exit with 0, 1 or 2.
+    """Call `main()`, print its summary as one line of JSON on stdout, and exit with 0, 1 or 2.
 
-    `main` returns (summary, exit code), or just the summary for exit code 0. Everything that libraries print to stdout
-    while it runs goes to stderr, so that `script | jq` works. Only rank 0 writes to stdout.
+    `main` returns (summary, exit code), or just the summary for exit code 0. Everything that libraries print
+    to stdout while it runs goes to stderr, so that `script | jq` works. Only rank 0 writes to stdout.
     """
     stdout = os.dup(1) if sys.__stdout__ else -1  # closed: what has its number now may be anything
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
@@ -71,39 +71,55 @@ def run(main, interrupted="the same command goes on from what is on disk"):
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         result = main()
-    except (UserError, Failed) as error:
-        _leave(error, 1 if isinstance(error, Failed) else 2)
-    except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
-        _leave(f"{error.filename}: {error.strerror}; give a path that can be read and written", 2)
+    except UserError as error:
+        _leave(error, 2)
+    except Failed as error:
+        _leave(error, 1)
     except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            _leave(f"{str(error.filename)[:100]}: {error.strerror}; give another path", 2)
-        if error.errno not in DISK:
-            raise
-        full = f"the disk is full: no room for {error.filename or 'more'}; make some"
-        _leave(f"{full if error.errno == errno.ENOSPC else f'{error.filename}: {error.strerror}'}; {interrupted}", 1)
+        _leave_for_the_system(error, interrupted)
     except KeyboardInterrupt:
         say(f"interrupted; {interrupted}")
         sys.exit(130)
     summary, code = result if isinstance(result, tuple) else (result, 0)
     if RANK == 0:
-        line = (json.dumps(finite(summary), ensure_ascii=False) + "\n").encode(errors="backslashreplace")  # as JSON does it
-        try:
-            while line:
-                line = line[os.write(stdout, line) :]
-        except BrokenPipeError:
-            pass  # whoever was to read it has gone; the work is done
-        except OSError as error:
-            _leave(f"the work is done, but its summary cannot be written to standard output ({error.strerror}); send that elsewhere", 1)
+        _write_summary(stdout, summary)
     sys.exit(code)
 
 
 def _leave(words, code):
-    """Exit with one sentence. It is rank 0's to say: the others leave it time for that, as the first to end has all ended by torchrun."""
+    """Exit with one sentence. It is rank 0's to say: the others leave it time for that, as the first to end
+    has all ended by torchrun. From another rank it is printed only if rank 0 goes on."""
     if RANK != 0:
         time.sleep(PATIENCE)
-    print(f"{os.path.basename(sys.argv[0])}: {words}", file=sys.stderr, flush=True)  # from another rank only if rank 0 goes on
+    print(f"{os.path.basename(sys.argv[0])}: {words}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def _leave_for_the_system(error, interrupted):
+    """Exit with a sentence on what the system refused, where it is no fault of the program."""
+    said = error.strerror
+    if isinstance(error, (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)):
+        _leave(f"{error.filename}: {said}; give a path that can be read and written", 2)
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        _leave(f"{str(error.filename)[:100]}: {said}; give another path", 2)
+    if error.errno == errno.ENOSPC:
+        _leave(f"the disk is full: no room for {error.filename or 'more'}; make some; {interrupted}", 1)
+    if error.errno in DISK:
+        _leave(f"{error.filename}: {said}; {interrupted}", 1)
+    raise error
+
+
+def _write_summary(stdout, summary):
+    line = json.dumps(finite(summary), ensure_ascii=False) + "\n"
+    rest = line.encode(errors="backslashreplace")  # as JSON does it
+    try:
+        while rest:
+            rest = rest[os.write(stdout, rest) :]
+    except BrokenPipeError:
+        pass  # whoever was to read it has gone; the work is done
+    except OSError as error:
+        _leave("the work is done, but its summary cannot be written to standard output "
+               f"({error.strerror}); send that elsewhere", 1)
 
 
 def say(*words):
@@ -138,7 +154,8 @@ class Progress:
     def __init__(self, total, unit, title, every=20.0, done=0):
         self.title, self.unit, self.every = title, unit, every
         terminal = RANK == 0 and sys.stderr.isatty()
-        self.bar = tqdm(total=total, initial=done, unit=unit, desc=title, file=sys.stderr, disable=not terminal, dynamic_ncols=True,
+        self.bar = tqdm(total=total, initial=done, unit=unit, desc=title, file=sys.stderr,
+                        disable=not terminal, dynamic_ncols=True,
                         unit_scale=True)
         self.plain = RANK == 0 and not terminal
         self.total, self.done, self.before = total, done, done
@@ -161,7 +178,8 @@ class Progress:
 
     def seconds_left(self):
         """Until `total`, at the speed since this object was made."""
-        return max(self.total - self.done, 0) * (time.monotonic() - self.start) / max(self.done - self.before, 1e-9)
+        seconds = (time.monotonic() - self.start) / max(self.done - self.before, 1e-9)
+        return max(self.total - self.done, 0) * seconds
 
     def close(self):
         self.bar.close()
@@ -175,10 +193,14 @@ def in_range(low, high=math.inf, low_too=False, kind=float):
         except ValueError:
             value = math.nan
         if not ((low <= value if low_too else low < value) and value <= high and value < math.inf):
-            wanted = f"{'of at least' if low_too else 'above'} {low}" + ("" if high == math.inf else f" and at most {high}")
-            raise argparse.ArgumentTypeError(f"{text} is no {'integer' if kind is int else 'number'} {wanted}")
+            wanted = f"{'of at least' if low_too else 'above'} {low}"
+            if high != math.inf:
+                wanted += f" and at most {high}"
+            raise argparse.ArgumentTypeError(f"{text} is no {'integer' if kind is int else 'number'} "
+                                             f"{wanted}")
         return value
 
+    parse.kind = kind  # --help tells integers by it
     return parse
 
 

@@ -1,4 +1,8 @@
-"""Rows of JSON lines to conversations; rows of no use are skipped by reason; which conversations are held out."""
+"""Rows of JSON lines to conversations, conversations to samples: ids with a loss mask, or questions that the
+target shall answer.
+
+Rows of no use are skipped, each for a reason that is counted.
+"""
 
 import hashlib
 import json
@@ -9,9 +13,16 @@ from collections import Counter
 from common.cli import Progress, UserError, in_range, positive_int, say
 from common.files import sha256_json
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
-         "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool", "observation": "tool", "ipython": "tool"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
+         "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
+         "observation": "tool", "ipython": "tool"}
 KINDS = ("messages", "conversations", "turns", "prompt", "text", "input_ids")
+MAX_LENGTH = 2048  # tokens of a sample, unless said otherwise
+# what transformers' apply_chat_template takes for itself, or gives to the template by itself
+RESERVED = {"self", "conversation", "conversations", "messages", "tools", "chat_template",
+            "compiled_template", "add_generation_prompt", "continue_final_message", "tokenize",
+            "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+            "return_assistant_tokens_mask", "tokenizer_kwargs"}
 
 
 class Skip(Exception):
@@ -27,42 +38,90 @@ def count_text(skipped):
     return ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
 
 
-def read_rows(path, limit=None):
-    """JSON lines of a file, or of stdin for "-": (list of (0-based line, row), number of lines, sha256 of what was read).
+def add_data_arguments(group):
+    """What decides which tokens of --data are samples, supervised, or held out: the same wherever a file is
+    read. group: a parser, or a group of one."""
+    add = group.add_argument
+    add("--max-length", type=positive_int,
+        help=f"longest sample in tokens, the rest is cut off; default {MAX_LENGTH}, or the target's maximum "
+             f"where that is less: most chats fit")
+    add("--heldout", type=in_range(0, 1, low_too=True), default=0.05, metavar="SHARE",
+        help="share of conversations set aside for measuring, by a hash of their content; default 0.05: "
+             "enough to measure, little lost. 1 makes shards to evaluate on")
+    add("--template-kwargs", type=json_object, default={}, metavar="JSON",
+        help="arguments for the chat template, the same as when serving, like {\"enable_thinking\": false}")
+    add("--system", help="system prompt for rows that have none")
+    add("--limit", type=positive_int, help="only the first N rows; default all")
 
-    Lines end at "\\n" only: rows may hold U+2028. Blank lines count as lines and are no rows. `limit` stops after so many rows.
-    Raises UserError with the 1-based line for anything that is no JSON object.
-    """
-    rows, lines, digest = [], 0, hashlib.sha256()
-    name = "standard input" if path == "-" else path
+
+def json_object(text):
+    """argparse type: arguments for the chat template."""
     try:
-        handle = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"{text} is no JSON object like {{\"enable_thinking\": false}}")
+    reserved = RESERVED & value.keys()
+    if reserved:
+        raise ArgumentTypeError(f"{min(reserved)} is set by this script, not by template arguments")
+    return value
+
+
+def longest_sample(args, target):
+    """Tokens of the longest sample: --max-length or its default, never more than the target's positions."""
+    longest = target.text.get("max_position_embeddings") or MAX_LENGTH
+    if args.max_length and args.max_length > longest:
+        raise UserError(f"--max-length {args.max_length} is more than the target's {longest} positions; give "
+                        f"at most {longest}")
+    return args.max_length or min(MAX_LENGTH, longest)
+
+
+def read_rows(path, limit=None):
+    """JSON lines of a file, or of stdin for "-": (list of (0-based line, row), number of lines, sha256 of
+    what was read).
+
+    Lines end at "\\n" only: rows may hold U+2028. Blank lines count as lines and are no rows. `limit` stops
+    after so many rows. Raises UserError with the 1-based line for anything that is no JSON object.
+    """
+    if path == "-":
+        return _parse_lines(sys.stdin.buffer, "standard input", limit)
+    try:
+        with open(path, "rb") as file:
+            return _parse_lines(file, path, limit)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise UserError(f"{path} is no file; give a file of JSON lines, or - for standard input") from None
-    with handle:
-        for line, raw in enumerate(handle):
-            if limit is not None and len(rows) == limit:
-                break
-            lines = line + 1
-            raw = raw.removesuffix(b"\n")
-            digest.update(raw + b"\n")
-            if not raw.strip():
-                continue
-            try:
-                row = json.loads(raw.decode("utf-8-sig" if line == 0 else "utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{name}, line {lines} is no JSON ({error}); one JSON object a line is wanted") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{name}, line {lines} holds a JSON {type(row).__name__}; one JSON object a line is wanted")
-            rows.append((line, row))
+
+
+def _parse_lines(file, name, limit):
+    rows, lines, digest = [], 0, hashlib.sha256()
+    for line, raw in enumerate(file):
+        if limit is not None and len(rows) == limit:
+            break
+        lines = line + 1
+        raw = raw.removesuffix(b"\n")
+        digest.update(raw + b"\n")
+        if not raw.strip():
+            continue
+        try:
+            row = json.loads(raw.decode("utf-8-sig" if line == 0 else "utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{name}, line {lines} is no JSON ({error}); one JSON object a line is "
+                            f"wanted") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{name}, line {lines} holds a JSON {type(row).__name__}; one JSON object a line "
+                            f"is wanted")
+        rows.append((line, row))
     return rows, lines, digest.hexdigest()
 
 
 def parse_row(row, system=None, regenerate=False):
-    """What a row says, as a dict with either `messages` (and `tools`), or `text`, or `input_ids` and `loss_mask`; and `key`,
-    the hash of its content that decides whether it is held out.
+    """What a row says, as a dict with either `messages` (and `tools`), or `text`, or `input_ids` and
+    `loss_mask`; and `key`, the hash of its content that decides whether it is held out.
 
-    With `regenerate`, `messages` holds None where the target shall write an answer. Raises Skip for a row of no use.
+    With `regenerate`, `messages` holds None where the target shall write an answer. Raises Skip for a row of
+    no use.
     """
     try:
         json.dumps(row, ensure_ascii=False).encode()
@@ -71,44 +130,29 @@ def parse_row(row, system=None, regenerate=False):
     kind = next((name for name in KINDS if row.get(name) is not None), None)
     if kind is None:
         raise Skip("no known key", f"none of {', '.join(KINDS)} in it")
-    value = row[kind]
-    if kind in ("text", "input_ids"):
-        if regenerate:
-            raise Skip("nothing to regenerate", "text and input_ids rows hold no question that the target could answer")
-        return _parse_text(value) if kind == "text" else _parse_ids(value, row.get("loss_mask"))
-    if kind == "prompt":
-        value = [{"role": "user", "content": value}]
-        if row.get("response") is not None:
-            value.append({"role": "assistant", "content": row["response"]})
-    elif kind == "turns" and isinstance(value, list):
-        value = [{"role": "user", "content": turn} for turn in value]
-    if not isinstance(value, list):
-        raise Skip("malformed", f"{kind} is a JSON {type(value).__name__}, a list is wanted")
-    messages = [_message(message) for message in value]
+    if kind in ("text", "input_ids") and regenerate:
+        raise Skip("nothing to regenerate",
+                   "text and input_ids rows hold no question that the target could answer")
+    if kind == "text":
+        return _parse_text(row["text"])
+    if kind == "input_ids":
+        return _parse_ids(row["input_ids"], row.get("loss_mask"))
+    messages = _parse_messages(row, kind)
     _check_roles([message["role"] for message in messages], regenerate)
     if not any(message["content"].strip() for message in messages if message["role"] == "user"):
         raise Skip("empty")
     tools = row.get("tools") or None
     if isinstance(tools, str):
         tools = _json_or(tools, None)
-    # The questions without the answers: two answers to one question never end up on both sides, and regenerating moves no sample.
-    key = sha256_json([[message["role"], message["content"]] for message in messages if message["role"] != "assistant"])
+    # the questions without the answers: two answers to one question never end up on both sides, and
+    # regenerating moves no sample
+    key = sha256_json([[message["role"], message["content"]] for message in messages
+                       if message["role"] != "assistant"])
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     if regenerate:
         messages = _with_gaps(messages)
     return {"messages": messages, "tools": tools, "key": key}
-
-
-def held_out(keys, fraction):
-    """For every key (a sha256 in hex) whether it is set aside: those whose hash lies below `fraction`, equal keys alike.
-
-    From 20 samples on at least one is set aside, then that with the smallest hash; but never all of them.
-    """
-    flags = [int(key[:13], 16) / 16**13 < fraction for key in keys]
-    if fraction > 0 and len(keys) >= 20 and not any(flags):
-        flags = [key == min(keys) for key in keys]
-    return [False] * len(flags) if all(flags) and fraction < 1 else flags
 
 
 def _parse_text(text):
@@ -130,13 +174,36 @@ def _parse_ids(ids, mask):
     return {"input_ids": ids, "loss_mask": [int(value) for value in mask], "key": sha256_json(ids)}
 
 
+def _parse_messages(row, kind):
+    value = row[kind]
+    if kind == "prompt":
+        value = [{"role": "user", "content": value}]
+        if row.get("response") is not None:
+            value.append({"role": "assistant", "content": row["response"]})
+    elif kind == "turns" and isinstance(value, list):
+        value = [{"role": "user", "content": turn} for turn in value]
+    if not isinstance(value, list):
+        raise Skip("malformed", f"{kind} is a JSON {type(value).__name__}, a list is wanted")
+    return [_message(message) for message in value]
+
+
 def _message(raw):
     if not isinstance(raw, dict):
         raise Skip("malformed", f"a message is a JSON {type(raw).__name__}, an object is wanted")
     role = raw.get("role", raw.get("from"))
     if not isinstance(role, str) or role not in ROLES:
         raise Skip("unknown role", f"role {role!r}")
-    content = raw.get("content", raw.get("value"))
+    message = {"role": ROLES[role], "content": _content(raw.get("content", raw.get("value")))}
+    message.update({key: raw[key] for key in ("reasoning_content", "name", "tool_call_id") if raw.get(key)})
+    calls = raw.get("tool_calls")
+    if calls and not isinstance(calls, list):
+        raise Skip("malformed", "tool_calls is no list")
+    if calls:
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+    return message
+
+
+def _content(content):
     if isinstance(content, list):
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
@@ -146,22 +213,19 @@ def _message(raw):
         content = ""  # as the engines do: most templates cannot add null to a string
     if not isinstance(content, str):
         raise Skip("malformed", f"content is a JSON {type(content).__name__}, a string is wanted")
-    message = {"role": ROLES[role], "content": content}
-    message.update({key: raw[key] for key in ("reasoning_content", "name", "tool_call_id") if raw.get(key)})
-    if raw.get("tool_calls"):
-        if not isinstance(raw["tool_calls"], list):
-            raise Skip("malformed", "tool_calls is no list")
-        message["tool_calls"] = [_tool_call(call) for call in raw["tool_calls"]]
-    return message
+    return content
 
 
 def _tool_call(call):
-    """The call with its arguments as an object: templates and engines want them so, the wire format has a string."""
+    """The call with its arguments as an object: templates and engines want them so, the wire format has a
+    string."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise Skip("malformed", "a tool call names no function")
     arguments = function.get("arguments")
-    return {**call, "function": {**function, "arguments": _json_or(arguments, arguments) if isinstance(arguments, str) else arguments}}
+    if isinstance(arguments, str):
+        arguments = _json_or(arguments, arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _json_or(text, otherwise):
@@ -183,72 +247,53 @@ def _check_roles(roles, regenerate):
         raise Skip("assistant first")
     if "assistant" not in spoken:
         if not regenerate:
-            raise Skip("no answer", "no assistant message; extract_hidden_states.py --regenerate lets the target write one")
+            raise Skip("no answer", "no assistant message; extract_hidden_states.py --regenerate lets the "
+                                    "target write one")
     elif any(a == b and a in ("user", "assistant") for a, b in zip(roles, roles[1:], strict=False)):
         raise Skip("doubled role")
 
 
 def _with_gaps(messages):
-    """The messages with None for every answer that the target shall write. Answers that call tools are kept as given."""
+    """The messages with None for every answer that the target shall write. Answers that call tools are kept
+    as given."""
     ask_all = all(message["role"] != "assistant" for message in messages)
     script = []
     for n, message in enumerate(messages):
-        given = message["role"] != "assistant" or message.get("tool_calls")
+        role, last = message["role"], n == len(messages) - 1
+        given = role != "assistant" or message.get("tool_calls")
         script.append(message if given else None)
-        if message["role"] == "user" and ask_all or n == len(messages) - 1 and message["role"] in ("user", "tool"):
+        if role == "user" and ask_all or last and role in ("user", "tool"):
             script.append(None)
     if None not in script:
         raise Skip("only tool calls")
     return script
 
 
-MAX_LENGTH = 2048  # tokens of a sample, unless said otherwise
-# What transformers' apply_chat_template takes for itself, or gives to the template by itself.
-RESERVED = {"self", "conversation", "conversations", "messages", "tools", "chat_template", "compiled_template", "add_generation_prompt",
-            "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
-            "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+def first_question(conversation):
+    """The messages before the first answer that is to be written."""
+    return conversation["messages"][: conversation["messages"].index(None)]
 
 
-def add_data_arguments(parser):
-    """What decides which tokens of --data are samples, supervised, or held out: the same wherever a file is read."""
-    add = parser.add_argument
-    add("--max-length", type=positive_int, metavar="N",
-        help=f"longest sample in tokens, the rest is cut off; default {MAX_LENGTH}, or the target's maximum where that is less: most chats "
-             "fit")
-    add("--heldout", type=in_range(0, 1, low_too=True), default=0.05, metavar="SHARE",
-        help="share of conversations set aside for measuring, by a hash of their content; default 0.05: enough to measure, little lost. "
-             "1 makes shards to evaluate on")
-    add("--template-kwargs", type=json_object, default={}, metavar="JSON",
-        help="arguments for the chat template, the same as when serving, like {\"enable_thinking\": false}")
-    add("--system", help="system prompt for rows that have none")
-    add("--limit", type=positive_int, metavar="N", help="only the first N rows; default all")
+def held_out(keys, fraction):
+    """For every key (a sha256 in hex) whether it is set aside: those whose hash lies below `fraction`, equal
+    keys alike.
 
-
-def longest_sample(args, target):
-    """Tokens of the longest sample: --max-length or its default, never more than the target's positions."""
-    longest = target.text.get("max_position_embeddings") or MAX_LENGTH
-    if args.max_length and args.max_length > longest:
-        raise UserError(f"--max-length {args.max_length} is more than the target's {longest} positions; give at most {longest}")
-    return args.max_length or min(MAX_LENGTH, longest)
-
-
-def json_object(text):
-    try:
-        value = json.loads(text)
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ArgumentTypeError(f"{text} is no JSON object like {{\"enable_thinking\": false}}")
-    if reserved := RESERVED & value.keys():
-        raise ArgumentTypeError(f"{min(reserved)} is set by this script, not by template arguments")
-    return value
+    From 20 samples on at least one is set aside, then that with the smallest hash; but never all of them.
+    """
+    flags = [int(key[:13], 16) / 16**13 < fraction for key in keys]
+    if fraction > 0 and len(keys) >= 20 and not any(flags):
+        flags = [key == min(keys) for key in keys]
+    return [False] * len(flags) if all(flags) and fraction < 1 else flags
 
 
 def prepare(rows, renderer, target, args, max_length):
-    """(conversations, [(line, reason) of skipped rows], Counter of things to tell, names of sources): all that is known before the
-    target runs. A conversation is parse_row's dict with line, source_id, heldout, `bound` (its tokens, at most when
-    regenerated), `samples`, and input_ids and loss_mask of what is given."""
+    """(conversations, [(line, reason) of skipped rows], Counter of things to tell, names of sources): all
+    that is known before the target runs.
+
+    A conversation is parse_row's dict with line, source_id, heldout, `bound` (its tokens, at most when
+    regenerated), `samples`, and input_ids and loss_mask of what is given. args: of add_data_arguments, and
+    data, regenerate and, with that, max_new_tokens.
+    """
     conversations, skipped, notes, sources, example = [], [], Counter(), {}, None
     progress = Progress(len(rows), "rows", "reading")
     for line, row in rows:
@@ -256,43 +301,56 @@ def prepare(rows, renderer, target, args, max_length):
         try:
             conversation = parse_row(row, args.system, args.regenerate)
             if "messages" in conversation and not renderer.tokenizer.chat_template:
-                raise UserError(f"{target.folder} has no chat template and line {line + 1} of {args.data} needs one; put the model's "
-                                f"chat_template.jinja there, or give rows with text or input_ids")
-            encode(conversation, renderer, target, args, max_length, notes)
+                raise UserError(f"{target.folder} has no chat template and line {line + 1} of {args.data} "
+                                f"needs one; put the model's chat_template.jinja there, or give rows with "
+                                f"text or input_ids")
+            if args.regenerate:
+                _size_up(conversation, renderer, target, args.max_new_tokens, max_length, notes)
+            else:
+                _encode(conversation, renderer, target, max_length, notes)
         except Skip as skip:
             skipped.append((line, skip.reason))
             example = example or f"line {line + 1}: {skip}"
             continue
         source = str(row.get("source") or row.get("category") or "")
-        conversations.append({**conversation, "line": line, "source_id": sources.setdefault(source, len(sources))})
+        conversation |= {"line": line, "source_id": sources.setdefault(source, len(sources))}
+        conversations.append(conversation)
     progress.close()
     if not conversations:
         reasons = count_text(Counter(reason for _, reason in skipped))
-        raise UserError(f"--data {args.data}: none of its {len(rows)} rows gives a sample ({reasons}; {example})")
-    for conversation, flag in zip(conversations, held_out([c["key"] for c in conversations], args.heldout), strict=True):
+        raise UserError(f"--data {args.data}: none of its {len(rows)} rows gives a sample ({reasons}; "
+                        f"{example})")
+    flags = held_out([conversation["key"] for conversation in conversations], args.heldout)
+    for conversation, flag in zip(conversations, flags, strict=True):
         conversation["heldout"] = int(flag)
     if not args.regenerate:
-        share = sum(sum(c["loss_mask"]) for c in conversations) / sum(c["bound"] for c in conversations)
+        supervised = sum(sum(conversation["loss_mask"]) for conversation in conversations)
+        share = supervised / sum(conversation["bound"] for conversation in conversations)
         if share < 0.02:
             say(f"warning: only {share:.2%} of the tokens are supervised; is this the right chat template?")
     return conversations, skipped, +notes, list(sources)
 
 
-def encode(conversation, renderer, target, args, max_length, notes):
-    """Add bound and samples, and the ids and mask of a given conversation. Raises Skip when nothing is left to learn from."""
-    if args.regenerate:
-        script, gaps = conversation["messages"], conversation["messages"].count(None)
-        ids = renderer.prompt_ids(first_question(conversation), conversation["tools"])
-        check_ids(ids, target)
-        prompt = len(ids)
-        if prompt >= max_length:
-            raise Skip("prompt too long", f"its prompt fills the {max_length} tokens of --max-length")
-        later = len(renderer.ids("\n".join(message["content"] for message in script[script.index(None) :] if message)))
-        each = min(max_length, prompt + later + gaps * args.max_new_tokens + 16 * len(script))  # 16: room for headers
-        conversation.update(samples=gaps, bound=each * gaps)
-        notes["answers that call tools are kept as given, not regenerated"] += sum(
-            1 for message in script if message and message["role"] == "assistant")
-        return
+def _size_up(conversation, renderer, target, max_new_tokens, max_length, notes):
+    """Add bound and samples to a conversation whose answers the target shall write. Raises Skip when its
+    first prompt leaves no room for one."""
+    script = conversation["messages"]
+    gaps = script.count(None)
+    ids = renderer.prompt_ids(first_question(conversation), conversation["tools"])
+    _check_ids(ids, target)
+    if len(ids) >= max_length:
+        raise Skip("prompt too long", f"its prompt fills the {max_length} tokens of --max-length")
+    later = "\n".join(message["content"] for message in script[script.index(None) :] if message)
+    headers = 16 * len(script)  # more than they take
+    each = len(ids) + len(renderer.ids(later)) + gaps * max_new_tokens + headers
+    conversation.update(samples=gaps, bound=min(max_length, each) * gaps)
+    notes["answers that call tools are kept as given, not regenerated"] += sum(
+        1 for message in script if message and message["role"] == "assistant")
+
+
+def _encode(conversation, renderer, target, max_length, notes):
+    """Add input_ids, loss_mask, bound and samples to a conversation whose answers are given. Raises Skip when
+    nothing is left to learn from."""
     if "messages" in conversation:
         ids, mask, dropped = renderer.encode(conversation["messages"], conversation["tools"])
         for what, turns in dropped.items():
@@ -302,7 +360,7 @@ def encode(conversation, renderer, target, args, max_length, notes):
         mask = [1] * len(ids)
     else:
         ids, mask = conversation["input_ids"], conversation["loss_mask"]
-    check_ids(ids, target)
+    _check_ids(ids, target)
     notes[f"samples cut at {max_length} tokens"] += len(ids) > max_length
     mask = [0, *mask[1:max_length]]  # nothing predicts the first token
     if not any(mask):
@@ -310,12 +368,8 @@ def encode(conversation, renderer, target, args, max_length, notes):
     conversation.update(input_ids=ids[:max_length], loss_mask=mask, bound=len(mask), samples=1)
 
 
-def check_ids(ids, target):
+def _check_ids(ids, target):
     """Skip a row with a token that has no row in the target's lm_head, be it given or its tokenizer's."""
     if max(ids, default=0) >= target.vocab_size:
-        raise Skip("malformed", f"token id {max(ids)} is not in 0..{target.vocab_size - 1}, the rows of the target's lm_head")
-
-
-def first_question(conversation):
-    """The messages before the first answer that is to be written."""
-    return conversation["messages"][: conversation["messages"].index(None)]
+        raise Skip("malformed", f"token id {max(ids)} is not in 0..{target.vocab_size - 1}, the rows of the "
+                                f"target's lm_head")

@@ -1,12 +1,12 @@
 """The EAGLE-3 drafter: its model, its config.json, and the folder that SGLang and vLLM load as it stands.
 
-One decoder layer over the target's own states. For token ids x[0..T) and target states g[t] (three captured layers,
-concatenated), row t pairs state t with token t+1 and predicts token t+2:
+One decoder layer over the target's own states. For token ids x[0..T) and target states g[t] (three captured
+layers, concatenated), row t pairs state t with token t+1 and predicts token t+2:
 
-    h      = fc(g[t])                                       # [N, H]
+    h      = fc(g[t])                                              # [N, H]
     a      = cat(input_layernorm(embed(x[t+1])), hidden_norm(h))   # [N, 2H] into q, k, v
     h      = h + attention(a);  h = h + mlp(post_attention_layernorm(h))
-    logits = lm_head(norm(h))                               # h BEFORE norm is the next step's h
+    logits = lm_head(norm(h))                                      # h BEFORE norm is the next step's h
 """
 
 from pathlib import Path
@@ -14,15 +14,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common.cli import UserError
 from common.files import read_json, replace_file, write_json
 from common.target import default_layers
-from common.vocab import check_map, is_share, map_sha256, rows_to_d2t
+from common.vocab import check_map, map_sha256
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+INTEGERS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+            "draft_vocab_size", "max_position_embeddings")  # that a drafter's config must state
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class RMSNorm(nn.RMSNorm):
@@ -35,14 +38,14 @@ class RMSNorm(nn.RMSNorm):
 class Drafter(nn.Module):
     """Parameters carry the exported names. `config` is the exported config.json as a dict."""
 
-    recompute = False  # when training: the MLP of every depth is computed again in the backward pass instead of kept
+    recompute = False  # in training: the MLP of every depth is computed again in the backward pass, not kept
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
-        self.heads, self.kv_heads, self.head_dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-        eps = config["rms_norm_eps"]
+        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.head_dim = config["head_dim"]
+        hidden, inner, eps = config["hidden_size"], config["intermediate_size"], config["rms_norm_eps"]
 
         def linear(rows, columns):
             return nn.Linear(columns, rows, bias=False)
@@ -59,7 +62,9 @@ class Drafter(nn.Module):
                 "o_proj": linear(hidden, self.heads * self.head_dim),
             }),
             "mlp": nn.ModuleDict({
-                "gate_proj": linear(inner, hidden), "up_proj": linear(inner, hidden), "down_proj": linear(hidden, inner),
+                "gate_proj": linear(inner, hidden),
+                "up_proj": linear(inner, hidden),
+                "down_proj": linear(hidden, inner),
             }),
         })
         self.norm = RMSNorm(hidden, eps=eps)
@@ -68,79 +73,87 @@ class Drafter(nn.Module):
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
 
     def fuse(self, embedded, hidden):
-        """a = cat(norm(e), norm(h)): [N, H] and [N, H] to [N, 2H]."""
-        return torch.cat([self.midlayer["input_layernorm"](embedded), self.midlayer["hidden_norm"](hidden)], dim=-1)
+        """a = cat(norm(e), norm(h)): [..., H] and [..., H] to [..., 2H]."""
+        norms = self.midlayer["input_layernorm"], self.midlayer["hidden_norm"]
+        return torch.cat([norms[0](embedded), norms[1](hidden)], dim=-1)
 
     def queries(self, fused, positions):
-        """[N, 2H] and int [N] to rotated queries [N, heads, d]."""
-        q = self.midlayer["self_attn"]["q_proj"](fused).view(-1, self.heads, self.head_dim)
+        """[..., 2H] and int [...] to rotated queries [..., heads, d]."""
+        q = self.midlayer["self_attn"]["q_proj"](fused).unflatten(-1, (self.heads, self.head_dim))
         return self.rotate(q, positions)
 
     def keys_values(self, fused, positions):
-        """[N, 2H] and int [N] to rotated keys [N, kv, d] and values [N, kv, d]."""
+        """[..., 2H] and int [...] to rotated keys [..., kv, d] and values [..., kv, d]."""
         attention = self.midlayer["self_attn"]
-        k = attention["k_proj"](fused).view(-1, self.kv_heads, self.head_dim)
-        v = attention["v_proj"](fused).view(-1, self.kv_heads, self.head_dim)
+        k = attention["k_proj"](fused).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = attention["v_proj"](fused).unflatten(-1, (self.kv_heads, self.head_dim))
         return self.rotate(k, positions), v
 
     def finish_layer(self, hidden, attended):
-        """Residual of the raw h, output projection, MLP: [N, H] and [N, heads*d] to the new h, [N, H], before norm."""
+        """Residual of the raw h, output projection, MLP: [..., H], [..., heads*d] to the new h, [..., H],
+        before norm."""
         hidden = hidden + self.midlayer["self_attn"]["o_proj"](attended)
         mlp = self.midlayer["mlp"]
         x = self.midlayer["post_attention_layernorm"](hidden)
         return hidden + mlp["down_proj"](F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
 
     def rotate(self, x, positions):
-        """Rotary embedding, half-split convention. x: [N, heads, d], positions: int [N]."""
-        angles = positions[:, None].float() * self.inverse_frequencies[None]  # [N, d/2]
-        cos = (angles.cos() * self.rope_factor).to(x.dtype)[:, None]
-        sin = (angles.sin() * self.rope_factor).to(x.dtype)[:, None]
+        """Rotary embedding, half-split convention. x: [..., heads, d], positions: int [...]."""
+        angles = positions[..., None].float() * self.inverse_frequencies  # [..., d/2]
+        cos = (angles.cos() * self.rope_factor).to(x.dtype)[..., None, :]
+        sin = (angles.sin() * self.rope_factor).to(x.dtype)[..., None, :]
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def rotary_settings(config):
-    """(inverse frequencies float32 [d/2], factor on cos and sin) of an exported config, as transformers computes them."""
+    """(inverse frequencies float32 [d/2], factor on cos and sin) of a config, as transformers computes
+    them."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+    heads, width = config["num_attention_heads"], config["head_dim"]
     llama = LlamaConfig(
-        # only head_dim counts; a hidden size that the heads do not divide, as some targets have, would be refused
-        hidden_size=config["num_attention_heads"] * config["head_dim"], num_attention_heads=config["num_attention_heads"],
-        head_dim=config["head_dim"],
-        max_position_embeddings=config["max_position_embeddings"], rope_parameters=dict(config["rope_parameters"]),
+        hidden_size=heads * width,  # any that the heads divide: others are refused, and only head_dim counts
+        num_attention_heads=heads, head_dim=width, rope_parameters=dict(config["rope_parameters"]),
+        max_position_embeddings=config["max_position_embeddings"],
     )
     rotary = LlamaRotaryEmbedding(llama)
     return rotary.inv_freq.float().clone(), float(rotary.attention_scaling)
 
 
 def drafter_config(target, draft_vocab, layers):
-    """The exported config.json for a drafter of `target`: only what the draft has, nothing of MoE, quantisation or biases."""
-    text = target.text
-    hidden = target.hidden_size
+    """The exported config.json for a drafter of `target`: nothing of MoE, quantisation or biases.
+
+    layers: three HF hidden_states indices. Raises UserError for a target whose drafter could not be loaded.
+    """
+    text, hidden = target.text, target.hidden_size
     if text["hidden_size"] != hidden:
-        raise UserError(f"the target's lm_head is {hidden} wide and its hidden size {text['hidden_size']}: such targets are not supported")
+        raise UserError(f"the target's lm_head is {hidden} wide and its hidden size {text['hidden_size']}: "
+                        f"such targets are not supported")
     heads = text["num_attention_heads"]
     kv_heads = text.get("num_key_value_heads") or heads
-    latent_attention = text.get("kv_lora_rank") is not None  # MLA's head_dim is a part of a head: plain heads are taken
-    head_dim = hidden // heads if latent_attention or not text.get("head_dim") else text["head_dim"]
+    head_dim = text.get("head_dim") or hidden // heads
+    if text.get("kv_lora_rank") is not None:  # MLA's head_dim is a part of a head: plain heads are taken
+        kv_heads, head_dim = heads, hidden // heads
     if head_dim % 2:
-        raise UserError(f"the target's heads are {head_dim} wide, an odd number, which rotary embeddings cannot have: not supported")
-    rope = _rope_parameters(text)
-    rope_type = rope["rope_type"]
-    intermediate = text.get("intermediate_size")
-    if isinstance(intermediate, (list, tuple)):
+        raise UserError(f"the target's heads are {head_dim} wide, an odd number, which rotary embeddings "
+                        f"cannot have: not supported")
+    intermediate = text.get("intermediate_size") or 4 * hidden
+    if isinstance(intermediate, (list, tuple)):  # one a layer
         intermediate = intermediate[0]
+    rope = _rope_parameters(text)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
-        "hidden_size": hidden, "target_hidden_size": hidden, "intermediate_size": intermediate or 4 * hidden,
-        "num_attention_heads": heads, "num_key_value_heads": heads if latent_attention else kv_heads, "head_dim": head_dim,
+        "hidden_size": hidden, "target_hidden_size": hidden, "intermediate_size": intermediate,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
         "vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab,
         "max_position_embeddings": text["max_position_embeddings"],
         "rms_norm_eps": text.get("rms_norm_eps") or 1e-6,
         "rope_parameters": rope, "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope_type == "default" else {key: value for key, value in rope.items() if key != "rope_theta"},
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         "bos_token_id": text.get("bos_token_id"), "eos_token_id": text.get("eos_token_id"),
         "torch_dtype": "bfloat16",
         **layer_ids(layers, target.num_layers, target.model_class),
@@ -150,39 +163,48 @@ def drafter_config(target, draft_vocab, layers):
 def layer_ids(layers, num_layers, model_class):
     """The config entries that name the captured layers, given as HF hidden_states indices.
 
-    The engines' default needs none. Otherwise vLLM and llama.cpp read the top-level list as HF indices, and SGLang only the
-    nested one, to which it adds 1 - except for DeepSeek-V2/V3 style classes, where it does so only if the first id is 1.
-    Raises UserError for [1, b, c] on those.
+    The engines' default needs none. Otherwise vLLM and llama.cpp read the top-level list as HF indices, and
+    SGLang only the nested one, to which it adds 1 - except for DeepSeek-V2/V3 style classes, where it does so
+    only if the first id is 1. Raises UserError for [1, b, c] on those.
     """
     if num_layers >= 7 and layers == default_layers(num_layers):
         return {}
     nested = [layer - 1 for layer in layers]
     if model_class.startswith(("DeepseekV2", "DeepseekV3", "KimiK2", "KimiK25")):
         if layers[0] == 1:
-            raise UserError(f"--layers {layers}: SGLang cannot be told to capture layer 1 of a {model_class}; take 2 or more")
-        nested = [1, *nested[1:]] if layers[0] == 2 else layers
+            raise UserError(f"--layers {layers}: SGLang cannot be told to capture layer 1 of a "
+                            f"{model_class}; take 2 or more")
+        if layers[0] != 2:
+            nested = layers
     return {"eagle_aux_hidden_state_layer_ids": layers,
             "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": nested}}
 
 
 def captured_layers(config, num_layers, folder):
-    """The three HF hidden_states indices that a drafter reads: as its training block, its config or the engines' default says."""
+    """The three HF hidden_states indices that a drafter reads, as its `config` or the engines' default says.
+
+    Raises UserError where they are no three ascending ones of a target of `num_layers`.
+    """
+    eagle = config.get("eagle_config") or {}
     layers = (config.get("training") or {}).get("layers") or config.get("eagle_aux_hidden_state_layer_ids")
     try:
-        nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        layers = layers or (nested and [layer + 1 for layer in nested]) or default_layers(num_layers)
-        usable = [type(layer) for layer in layers] == [int] * 3 and 1 <= layers[0] < layers[1] < layers[2] < num_layers
+        if not layers and eagle.get("eagle_aux_hidden_state_layer_ids"):
+            layers = [layer + 1 for layer in eagle["eagle_aux_hidden_state_layer_ids"]]
+        layers = layers or default_layers(num_layers)
+        usable = [type(layer) for layer in layers] == [int] * 3
+        usable = usable and 1 <= layers[0] < layers[1] < layers[2] < num_layers
     except (TypeError, AttributeError):
-        layers, usable = layers or config["eagle_config"], False
+        layers, usable = layers or eagle, False
     if not usable:
-        raise UserError(f"{folder} reads layers {layers}; three ascending ones in 1..{num_layers - 1} are wanted for this target")
+        raise UserError(f"{folder} reads layers {layers}; three ascending ones in 1..{num_layers - 1} are "
+                        f"wanted for this target")
     return layers
 
 
 def save_drafter(folder, state, config, rows=None):
     """Write config.json and model.safetensors, each atomically, into `folder` (made if missing).
 
-    state: the drafter's state dict; rows: int64 [D] target ids of a reduced vocabulary, None for the full one.
+    state: the drafter's state dict; rows: int64 [D] target ids, None for the full vocabulary.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,38 +214,20 @@ def save_drafter(folder, state, config, rows=None):
         rows = torch.as_tensor(rows, dtype=torch.int64)
         tensors["d2t"] = rows - torch.arange(len(rows))
         tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, rows, True)
-    replace_file(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    metadata = {"format": "pt"}
+    replace_file(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata=metadata))
     write_json(folder / "config.json", config)
 
 
 def load_drafter(folder, dtype=torch.float32, ordered=True):
-    """(Drafter in eval mode, rows int64 [D] or None) from an exported folder.
+    """(Drafter in eval mode, rows int64 [D] target ids or None: the full vocabulary) of an exported folder.
 
-    Raises UserError for an ordinary model, tensors that are missing, unknown or of another shape, a broken map, or one that is not the
-    map that the drafter was trained with. ordered=False takes a map whose target ids do not ascend, for whoever sorts its rows.
+    Raises UserError for an ordinary model, tensors that are missing, unknown or of another shape, a broken
+    map, or one that is not the map that the drafter was trained with. ordered=False takes a map whose target
+    ids do not ascend, for whoever sorts its rows.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; the folder of a drafter, as train_drafter.py writes it, is wanted")
-    config = read_json(folder / "config.json")
-    if config.get("architectures") != [ARCHITECTURE]:
-        raise UserError(f"{folder} is no EAGLE-3 drafter: its config names {config.get('architectures')}, {[ARCHITECTURE]} is wanted")
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"):
-        if type(config.get(key)) is not int:
-            raise UserError(f"{folder}: {key} is {config.get(key)!r} in its config, an integer is wanted")
-    training = config.get("training") or {}
-    if not isinstance(config.get("rms_norm_eps"), float) or not isinstance(training, dict) or not all(
-            isinstance(training.get(key) or {}, dict) for key in ("target", "template_kwargs")) or not all(
-            is_share(training.get(key)) for key in ("coverage", "coverage_heldout")):
-        raise UserError(f"{folder}: its config has no usable rms_norm_eps or training block (its target, template_kwargs, "
-                        f"coverage); export the drafter again")
-    if type(config.get("draft_vocab_size")) is not int:
-        raise UserError(f"{folder}: draft_vocab_size is {config.get('draft_vocab_size')!r} in its config, an integer is wanted")
-    config["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-    if config["torch_dtype"] not in ("float32", "bfloat16", "float16"):
-        raise UserError(f"{folder}: torch_dtype is {config['torch_dtype']!r} in its config; float32, bfloat16 or float16 is wanted")
-    if config.get("norm_before_residual"):
-        raise UserError(f"{folder} is of the kind with norm_before_residual, which SGLang does not know; use one without")
+    config = _read_config(folder)
     try:
         config["rope_parameters"] = _rope_parameters(config)
         config.setdefault("target_hidden_size", config["hidden_size"])
@@ -231,64 +235,125 @@ def load_drafter(folder, dtype=torch.float32, ordered=True):
         with torch.device("meta"):
             wanted = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
     except Exception as error:  # numbers that make no model: torch and transformers raise many kinds
-        raise UserError(f"{folder}: its config describes no drafter ({' '.join(str(error).split())[:200]}); export it again") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder}: its config describes no drafter ({reason}); export it again") from None
     file = folder / "model.safetensors"
     if not file.exists():
-        raise UserError(f"{folder} holds no model.safetensors")
+        raise UserError(f"{folder} holds no model.safetensors; export the drafter again")
     try:
-        with safe_open(file, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        tensors = load_file(file)
     except Exception as error:  # safetensors raises its own kinds for a broken header
-        raise UserError(f"{file} cannot be read as safetensors ({str(error)[:200]}); export the drafter again") from None
+        raise UserError(f"{file} cannot be read as safetensors ({str(error)[:200]}); export the drafter "
+                        f"again") from None
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     tensors.pop("embed_tokens.weight", None)  # the target's is used, as in the engines
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise UserError(f"{folder}: tensor {name} is {found.get(name, 'missing')}, {wanted.get(name, 'no such tensor')} is wanted; "
-                            f"export the drafter again")
-        if not tensors[name].is_floating_point():
-            raise UserError(f"{folder}: tensor {name} is {tensors[name].dtype}, floating-point weights are wanted")
-        if not tensors[name].float().isfinite().all():
-            raise UserError(f"{folder}: tensor {name} holds NaN or infinity; export the drafter again, or train it with a lower --lr")
-    rows = None
-    if config["draft_vocab_size"] != config["vocab_size"]:
-        if d2t is None or t2d is None:
-            raise UserError(f"{folder} has a draft vocabulary of {config['draft_vocab_size']} and no d2t and t2d to say which tokens")
-        rows = torch.from_numpy(check_map((d2t.float() if d2t.is_floating_point() else d2t).numpy(), t2d.bool().numpy(), folder, ordered))
-        if len(rows) != config["draft_vocab_size"] or len(t2d) != config["vocab_size"]:
-            raise UserError(f"{folder}: its map is {len(rows)} of {len(t2d)} ids, its config says {config['draft_vocab_size']} of "
-                            f"{config['vocab_size']}")
-        stated, found = training.get("map_sha256"), map_sha256(rows_to_d2t(rows.numpy()))  # in their stored order
-        if isinstance(stated, str) and stated != found:
-            raise UserError(f"{folder}: its d2t has hash {found[:12]}, and its lm_head was trained with the map {stated[:12]}: a map was "
-                            f"copied over, with which its rows mean other tokens; put back the model.safetensors that training wrote")
-    elif d2t is not None:
-        raise UserError(f"{folder} has the full vocabulary and a d2t besides, which vLLM refuses; export it without")
+    _check_tensors(folder, tensors, wanted)
+    rows = _map_rows(folder, config, d2t, t2d, ordered)
     drafter = Drafter(config)
     drafter.load_state_dict(tensors)
     return drafter.to(dtype).eval(), rows
 
 
 def check_embedding(folder, target):
-    """Refuse a drafter's folder with an embedding of its own: SGLang would take the target's all the same, and vLLM this one."""
+    """Refuse a drafter with an embedding of its own: vLLM would take it, and SGLang the target's."""
     with safe_open(Path(folder) / "model.safetensors", framework="pt") as handle:
-        if "embed_tokens.weight" not in handle.keys():  # noqa: SIM118
+        names = handle.keys()
+        if "embed_tokens.weight" not in names:
             return
         own = handle.get_tensor("embed_tokens.weight")
     wanted = target.embedding()
     if own.shape != wanted.shape or not torch.equal(own.to(wanted.dtype), wanted):
-        raise UserError(f"{folder} holds an embed_tokens.weight, {list(own.shape)}, that is not the one of {target.name}, "
-                        f"{list(wanted.shape)}; export the drafter again without it")
+        raise UserError(f"{folder} holds an embed_tokens.weight, {list(own.shape)}, that is not the one of "
+                        f"{target.name}, {list(wanted.shape)}; export the drafter again without it")
+
+
+def _read_config(folder):
+    """The config.json of a drafter's folder, after what can be said of it before a model is made."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; give the folder of a drafter, as train_drafter.py writes it")
+    config = read_json(folder / "config.json")
+    if config.get("architectures") != [ARCHITECTURE]:
+        raise UserError(f"{folder} is no EAGLE-3 drafter: its config names {config.get('architectures')}, "
+                        f"{[ARCHITECTURE]} is wanted; give a folder that train_drafter.py wrote")
+    for key in INTEGERS:
+        if type(config.get(key)) is not int:
+            raise UserError(f"{folder}: {key} is {config.get(key)!r} in its config, an integer is wanted; "
+                            f"export the drafter again")
+    if not isinstance(config.get("rms_norm_eps"), float):
+        raise UserError(f"{folder}: rms_norm_eps is {config.get('rms_norm_eps')!r} in its config, a number "
+                        f"like 1e-6 is wanted; export the drafter again")
+    config["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    if config["torch_dtype"] not in DTYPES:
+        raise UserError(f"{folder}: torch_dtype is {config['torch_dtype']!r} in its config; "
+                        f"{', '.join(DTYPES)} are known; export the drafter again")
+    if config.get("norm_before_residual"):
+        raise UserError(f"{folder} is of the kind with norm_before_residual, which SGLang does not know; use "
+                        f"one without")
+    if not _usable(config.get("training") or {}):
+        raise UserError(f"{folder}: its config has no usable training block (its target, template_kwargs, "
+                        f"coverage); export the drafter again")
+    return config
+
+
+def _usable(training):
+    """Whether a training block holds what is read of it: objects, and shares of 1 or None."""
+    if not isinstance(training, dict):
+        return False
+    shares = [training.get(key) for key in ("coverage", "coverage_heldout")]
+    return (all(isinstance(training.get(key) or {}, dict) for key in ("target", "template_kwargs"))
+            and all(share is None or type(share) in (int, float) and 0 <= share <= 1 for share in shares))
+
+
+def _check_tensors(folder, tensors, wanted):
+    """Refuse tensors of other names or shapes than `wanted`, {name: shape}, or without finite numbers."""
+    for name in sorted(wanted.keys() | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else "missing"
+        if found != wanted.get(name):
+            raise UserError(f"{folder}: tensor {name} is {found}, {wanted.get(name, 'no such tensor')} is "
+                            f"wanted; export the drafter again")
+        if not tensors[name].is_floating_point():
+            raise UserError(f"{folder}: tensor {name} is {tensors[name].dtype}, floating-point weights are "
+                            f"wanted; export the drafter again")
+        if not tensors[name].float().isfinite().all():
+            raise UserError(f"{folder}: tensor {name} holds NaN or infinity; export the drafter again, or "
+                            f"train it with a lower --lr")
+
+
+def _map_rows(folder, config, d2t, t2d, ordered):
+    """int64 [D] target ids of the lm_head's rows, None for the full vocabulary, as the config wants them."""
+    size, vocab_size = config["draft_vocab_size"], config["vocab_size"]
+    if size == vocab_size:
+        if d2t is not None:
+            raise UserError(f"{folder} has the full vocabulary and a d2t besides, which vLLM refuses; export "
+                            f"it without")
+        return None
+    if d2t is None or t2d is None:
+        raise UserError(f"{folder} has a draft vocabulary of {size} and no d2t and t2d to say which tokens; "
+                        f"export the drafter again")
+    if d2t.is_floating_point():  # check_map refuses it; numpy has no bfloat16 to tell it with
+        d2t = d2t.float()
+    rows = torch.from_numpy(check_map(d2t.numpy(), t2d.bool().numpy(), folder, ordered))
+    if len(rows) != size or len(t2d) != vocab_size:
+        raise UserError(f"{folder}: its map is {len(rows)} of {len(t2d)} ids, its config says {size} of "
+                        f"{vocab_size}; export the drafter again")
+    stated, found = (config.get("training") or {}).get("map_sha256"), map_sha256(d2t)
+    if stated is not None and stated != found:
+        raise UserError(f"{folder}: its d2t has hash {found[:12]}, and its lm_head was trained with the map "
+                        f"{str(stated)[:12]}: a map was copied over, with which its rows mean other tokens; "
+                        f"put back the model.safetensors that training wrote")
+    return rows
 
 
 def _rope_parameters(text):
-    """Rotary settings as one dict with rope_type and rope_theta, from either spelling; Gemma 3's global one of its two."""
+    """Rotary settings as one dict with rope_type and rope_theta, from either spelling.
+
+    Of Gemma 3's two the global one.
+    """
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     if isinstance(rope.get("full_attention"), dict):
         rope = dict(rope["full_attention"])
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    rope.pop("type", None)
+    old_spelling = rope.pop("type", None)
+    rope["rope_type"] = rope.get("rope_type") or old_spelling or "default"
     rope["rope_theta"] = float(rope.get("rope_theta") or text.get("rope_theta") or 10000.0)
     rope.pop("partial_rotary_factor", None)  # the draft rotates whole heads
     return rope

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from common.cli import DISK, UserError
 
-TEMPORARY = re.compile(r"\..+\.tmp-\d+$")  # what replace_file and replace_folder leave behind when they are killed
+# what replace_file and replace_folder leave behind when they are killed
+TEMPORARY = re.compile(r"\..+\.tmp-\d+$")
 STRAY = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # what safetensors makes beside the file it saves
 UMASK = os.umask(0o022)
 os.umask(UMASK)
@@ -37,9 +38,11 @@ def replace_file(path, write):
 
 
 def replace_folder(path, fill):
-    """`fill(temporary folder)`, flush its files, then rename it to `path`; a folder that is there is replaced.
+    """`fill(temporary folder)`, flush its files, then rename it to `path`; a folder that is there is
+    replaced.
 
-    The new one is whole on disk before the old one moves; a reader sees the one, the other, or for an instant none.
+    The new one is whole on disk before the old one moves; a reader sees the one, the other, or for an instant
+    none.
     """
     path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
     temporary, old = (path.with_name(f".{path.name[:60]}{what}.tmp-{os.getpid()}") for what in ("", "-old"))
@@ -76,6 +79,24 @@ def read_json(path):
     return value
 
 
+def write_sealed(path, value):
+    """Write our own JSON object with the sha256 of its content, which read_sealed wants to find."""
+    value = json.loads(json.dumps(value, allow_nan=False))  # keys as they will be read: texts
+    write_json(path, {**value, "sha256": sha256_json(value)})
+
+
+def read_sealed(path):
+    """The object that write_sealed wrote, without its hash: nobody need ask what it holds.
+
+    Raises UserError when the file is missing, cut, or was edited since.
+    """
+    value = read_json(path)
+    if value.pop("sha256", None) != sha256_json(value):
+        raise UserError(f"{path} was changed after it was written, or is of an earlier version: its sha256 "
+                        "is not that of its content; restore it, or make it again")
+    return value
+
+
 def sha256_file(path):
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
@@ -98,30 +119,37 @@ def sha256_tensors(tensors):
 
 
 def check_output_folder(path, marker):
-    """Refuse an output folder that holds anything but an earlier output of the same kind, known by its file `marker`."""
+    """Refuse an output folder that holds anything but an earlier output of the same kind, known by its file
+    `marker`."""
     path = Path(path)
     for place in (path, *path.parents):
         if place.is_symlink() and not place.exists():
-            raise UserError(f"--out {path}: {place} is a link to what does not exist; give a folder that is new or empty")
+            raise UserError(f"--out {path}: {place} is a link to what does not exist; give a folder that is "
+                            "new or empty")
     if path.exists() and not path.is_dir():
         raise UserError(f"--out {path} is a file; give a folder that is new or empty")
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"--out {path} cannot be made: {place} is {'not writable' if place.is_dir() else 'a file'}; give another folder")
+        raise UserError(f"--out {path} cannot be made: {place} is "
+                        f"{'not writable' if place.is_dir() else 'a file'}; give another folder")
     if path.is_dir() and not (path / marker).exists():
-        found = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock" and not TEMPORARY.match(entry.name))
+        found = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock"
+                       and not TEMPORARY.match(entry.name))
         if found:
-            raise UserError(f"--out {path} holds something else ({found[0]}), or has lost its {marker}; give a folder that is new or empty")
+            raise UserError(f"--out {path} holds something else ({found[0]}), or has lost its {marker}; give "
+                            "a folder that is new or empty")
 
 
 def lock_folder(out, use, shared=False):
-    """An open file in `out` that only one process can hold, or several that share it. `use`: what they do with the folder."""
+    """An open file in `out` that only one process can hold, or several that share it. `use`: what they do
+    with the folder."""
     lock = open(out / ".lock", "a+")  # noqa: SIM115
     try:
         fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise UserError(f"--out {out} is being {use} by another process; wait for it, or give another folder") from None
+        raise UserError(f"--out {out} is being {use} by another process; wait for it, or give another "
+                        "folder") from None
     return lock
 
 

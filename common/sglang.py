@@ -1,6 +1,8 @@
-"""SGLang, the engine: servers over HTTP that are started, asked and read, and one that hands over the target's hidden states.
+"""SGLang over HTTP, and SGLang as the source of hidden states.
 
-SGLang is imported only by the class SGLang, for an engine in this process; else it lives elsewhere.
+First the servers that are measured: started, asked what they are, asked for answers, stopped. Then the class
+SGLang, which takes answers and the target's hidden states from an engine that runs our hook, a server's or
+one in this process. Only that class imports SGLang itself, and only for an engine in this process.
 """
 
 import asyncio
@@ -34,16 +36,32 @@ from common.decode import Answer, Group, cut
 from common.drafter import layer_ids
 from common.target import process_logits
 
-OPENER = build_opener(ProxyHandler({}))  # a server that is measured is never behind the proxy of the environment
+TESTED = "0.5.23"  # SGLang's version
+OPENER = build_opener(ProxyHandler({}))  # a server that is measured is never behind the environment's proxy
 LONGEST_ANSWER = 3600  # seconds until an answer is given up
 GRACE = 20  # seconds that a server has to stop by itself
-STATED = [("an integer", int, ["context_length", "max_req_input_len", "chunked_prefill_size", "speculative_num_draft_tokens"]),
-          ("a string", str, ["model_path", "dtype", "speculative_algorithm", "speculative_draft_model_path"]),
-          ("an array", list, ["forward_hooks"]), ("an object", dict, ["cuda_graph_config", "cuda_graph_config.prefill"])]
+TIME = re.compile(r"^\[[^\]]*\]\s*")  # before a line of its log
+ERROR = re.compile(r"^[\w.]*(Error|Exception)\b|\berror: |No module named")
+STATED = {  # the kinds of what is read of a server's description of itself
+    "context_length": int, "max_req_input_len": int, "chunked_prefill_size": int,
+    "speculative_num_draft_tokens": int, "model_path": str, "dtype": str, "speculative_algorithm": str,
+    "speculative_draft_model_path": str, "forward_hooks": list, "cuda_graph_config": dict,
+    "cuda_graph_config.prefill": dict,
+}
+KINDS = {int: "an integer", str: "a string", list: "an array", dict: "an object"}
+
+ROOT = Path(__file__).resolve().parent.parent
+HOOK = "common.capture_hook:write_states"
+FILE_DTYPES = {"F32": "float32", "F16": "float16"}
+IN_FLIGHT = 128  # requests: more than an engine runs at once
+PATIENCE = 60  # seconds that a file may come after its reply: a network's file system shows it late
+# a sample of all the target's positions, and the one token that must be asked for
+LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 
 def serving_arguments(target, drafter, steps, topk, draft_tokens, dtype, trust_remote_code=False):
-    """Arguments of sglang.launch_server, every speculative number written: SGLang picks others where one is left out."""
+    """Arguments of sglang.launch_server, every speculative number written: SGLang picks others where one is
+    left out. drafter: its folder, or None for plain decoding."""
     arguments = ["--model-path", str(target), "--dtype", dtype]
     if trust_remote_code:
         arguments.append("--trust-remote-code")
@@ -55,21 +73,28 @@ def serving_arguments(target, drafter, steps, topk, draft_tokens, dtype, trust_r
 
 
 def serve_commands(target, drafter, steps, topk, draft_tokens, dtype, trust_remote_code=False):
-    """{"sglang", "vllm"}: the shell command that serves this drafter; vLLM's is None for a tree, it drafts chains only."""
-    sglang = ["python", "-m", "sglang.launch_server",
-              *serving_arguments(target, drafter, steps, topk, draft_tokens, dtype, trust_remote_code)]
+    """{"sglang", "vllm"}: the shell command that serves this drafter; vLLM's is None for a tree, since vLLM
+    drafts chains only."""
+    arguments = serving_arguments(target, drafter, steps, topk, draft_tokens, dtype, trust_remote_code)
+    sglang = shlex.join(["python", "-m", "sglang.launch_server", *arguments])
+    if topk > 1:
+        return {"sglang": sglang, "vllm": None}
+    vllm = ["vllm", "serve", str(target), "--dtype", dtype]
+    if trust_remote_code:
+        vllm.append("--trust-remote-code")
     settings = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": steps}
-    vllm = ["vllm", "serve", str(target), "--dtype", dtype, *["--trust-remote-code"] * trust_remote_code,
-            "--speculative-config", json.dumps(settings)]
-    return {"sglang": shlex.join(sglang), "vllm": shlex.join(vllm) if topk == 1 else None}
+    return {"sglang": sglang, "vllm": shlex.join([*vllm, "--speculative-config", json.dumps(settings)])}
 
 
 @contextmanager
-def start_server(python, target, drafter, steps, topk, draft_tokens, dtype, extra, log, trust_remote_code=False, patience=3600):
-    """The URL of a server that answers, started with the interpreter `python` and stopped for good when the block is left.
+def start_server(python, target, drafter, steps, topk, draft_tokens, dtype, extra, log,
+                 trust_remote_code=False):
+    """The URL of a server that answers, started with the interpreter `python` and stopped for good when the
+    block is left.
 
-    drafter: folder, or None for plain decoding. extra: more arguments of sglang.launch_server, a list; ours win. log: file that
-    gets all that the server prints. Raises UserError when it cannot be started, ends, or does not answer within `patience` seconds.
+    drafter: folder, or None for plain decoding. extra: more arguments of sglang.launch_server, a list; ours
+    win. log: file that gets all that the server prints. Raises UserError when it cannot be started, ends, or
+    does not answer within an hour.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -78,19 +103,22 @@ def start_server(python, target, drafter, steps, topk, draft_tokens, dtype, extr
     command = [str(python), "-m", "sglang.launch_server", *extra, "--host", "127.0.0.1", "--port", str(port),
                *serving_arguments(target, drafter, steps, topk, draft_tokens, dtype, trust_remote_code)]
     # a run that is told to end must not leave its server behind on the accelerator
-    deadly = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    deadly = [number for number in (signal.SIGTERM, signal.SIGHUP)
+              if signal.getsignal(number) is signal.SIG_DFL]
     for number in deadly:
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     process = None
     try:
         with open(log, "wb") as output:
             try:
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                                           start_new_session=True)
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output,
+                                           stderr=subprocess.STDOUT, start_new_session=True)
             except OSError as error:
-                raise UserError(f"{python} cannot be run ({error.strerror}); give the Python of an environment that holds SGLang") from None
-        say(f"starting SGLang with {f'drafter {drafter}' if drafter else 'no drafter'}; its output is in {log}")
-        _wait(process, url, log, patience)
+                raise UserError(f"{python} cannot be run ({error.strerror}); give the Python of an "
+                                f"environment that holds SGLang") from None
+        drafting = f"drafter {drafter}" if drafter else "no drafter"
+        say(f"starting SGLang with {drafting}; its output is in {log}")
+        wait_for_server(process, url, log)
         yield url
     finally:
         if process:
@@ -99,19 +127,21 @@ def start_server(python, target, drafter, steps, topk, draft_tokens, dtype, extr
             signal.signal(number, signal.SIG_DFL)
 
 
-def _wait(process, url, log, patience):
-    """Until the server is healthy and has answered a request of one token."""
+def wait_for_server(process, url, log, patience=3600):
+    """Until the server is healthy and has answered a request of one token. Raises UserError where it ends, or
+    is not healthy in `patience` seconds."""
     deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
+    healthy = False
+    while not healthy:
         if process.poll() is not None:
-            raise UserError(f"SGLang ended (exit code {process.returncode}) before it served: {_last_words(log)}; all of it is in {log}; "
-                            f"--sglang-python names its environment, see also --server-arguments")
-        with suppress(UserError):  # not up yet
-            if _ask(url, "/health")[0] == 200:
-                break
+            raise UserError(f"SGLang ended (exit code {process.returncode}) before it served: "
+                            f"{_last_words(log)}; all of it is in {log}; --sglang-python names its "
+                            f"environment, see also --server-arguments")
+        if time.monotonic() > deadline:
+            raise UserError(f"SGLang does not serve after {patience} s; see {log}")
         time.sleep(0.5)
-    else:
-        raise UserError(f"SGLang does not serve after {patience} s; see {log}")
+        with suppress(UserError):  # not up yet
+            healthy = _ask(url, "/health")[0] == 200
     try:
         generate(url, {"input_ids": [1], "sampling_params": {"temperature": 0, "max_new_tokens": 1}})
     except UserError as error:
@@ -120,14 +150,18 @@ def _wait(process, url, log, patience):
 
 def _last_words(log):
     """The last three different lines of a server's log that name an error, else its last line."""
-    lines = [re.sub(r"^\[[^\]]*\]\s*", "", line.strip())[:300] for line in Path(log).read_text(errors="replace").splitlines()]
-    lines = [line for line in lines if line]
-    telling = [line for line in lines if re.search(r"^[\w.]*(Error|Exception)\b|\berror: |No module named", line)]
+    lines = []
+    for line in Path(log).read_text(errors="replace").splitlines():
+        line = TIME.sub("", line.strip())[:300]
+        if line:
+            lines.append(line)
+    telling = [line for line in lines if ERROR.search(line)]
     return " | ".join(dict.fromkeys(telling[-3:] or lines[-1:])) or "it printed nothing"
 
 
 def _stop(process):
-    """End the server and all its children: asked first, then killed; wait until they are gone and their memory is free."""
+    """End the server and all its children: asked first, then killed; wait until they are gone and their
+    memory is free."""
     try:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -144,11 +178,12 @@ def _stop(process):
 
 
 def server_settings(url, drafter_expected):
-    """What the server at `url` runs: a dict of version, model, dtype, device, algorithm, steps, topk, draft_tokens, drafter,
-    tp_size, max_running_requests, context_length, and room: how many tokens a prompt and its answer may have together.
+    """What the server at `url` runs: a dict of version, model, dtype, device, algorithm, steps, topk,
+    draft_tokens, drafter, tp_size, max_running_requests, context_length, and room: how many tokens a prompt
+    and its answer may have together.
 
-    Raises UserError where nothing or something else answers, and where a drafter is missing, is not run as EAGLE-3, or is not
-    expected.
+    Raises UserError where nothing or something else answers, and where a drafter is missing, is not run as
+    EAGLE-3, or is not expected.
     """
     info = server_info(url)
     check_kinds(info, url)
@@ -156,70 +191,79 @@ def server_settings(url, drafter_expected):
     wanted = "start it with --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER"
     if drafter_expected and algorithm is None:
         raise UserError(f"{url} serves without a drafter; {wanted}")
-    if drafter_expected and str(algorithm).upper() != "EAGLE3":
-        raise UserError(f"{url} runs --speculative-algorithm {algorithm}, with which an EAGLE-3 drafter is never accepted; {wanted}")
+    if drafter_expected and algorithm.upper() != "EAGLE3":
+        raise UserError(f"{url} runs --speculative-algorithm {algorithm}, with which an EAGLE-3 drafter is "
+                        f"never accepted; {wanted}")
     if drafter_expected and not drafter:
         raise UserError(f"{url} runs EAGLE3 without a drafter; {wanted}")
     if not drafter_expected and algorithm is not None:
-        raise UserError(f"{url} is to decode plainly, and runs --speculative-algorithm {algorithm}; start it without the --speculative "
-                        f"arguments")
-    context = context_length(info)
+        raise UserError(f"{url} is to decode plainly, and runs --speculative-algorithm {algorithm}; start it "
+                        f"without the --speculative arguments")
+    context, draft_tokens = context_length(info), info.get("speculative_num_draft_tokens")
     # SGLang asks for room for a last verification, else keeps two positions
-    return {
-        "version": info.get("version"), "model": info.get("model_path"), "dtype": info.get("dtype"), "device": info.get("device"),
-        "algorithm": algorithm, "steps": info.get("speculative_num_steps"), "topk": info.get("speculative_eagle_topk"),
-        "draft_tokens": info.get("speculative_num_draft_tokens"), "drafter": drafter, "tp_size": info.get("tp_size"),
-        "max_running_requests": info.get("max_running_requests"), "context_length": context,
-        "room": context and context - max(info.get("speculative_num_draft_tokens") or 0, 2),
-    }
+    room = context and context - max(draft_tokens or 0, 2)
+    return {"version": info.get("version"), "model": info.get("model_path"), "dtype": info.get("dtype"),
+            "device": info.get("device"), "algorithm": algorithm, "steps": info.get("speculative_num_steps"),
+            "topk": info.get("speculative_eagle_topk"), "draft_tokens": draft_tokens, "drafter": drafter,
+            "tp_size": info.get("tp_size"), "max_running_requests": info.get("max_running_requests"),
+            "context_length": context, "room": room}
 
 
 def server_info(url):
-    """All that the server at `url` says of itself. Raises UserError where nothing or something else answers."""
+    """All that the server at `url` says of itself. Raises UserError where nothing or something else
+    answers."""
     status, text = _ask(url, "/server_info")
     if status == 404:  # before SGLang 0.5.3
         status, text = _ask(url, "/get_server_info")
     info = _parse(text)
     if status != 200 or not isinstance(info, dict) or "speculative_algorithm" not in info:
-        raise UserError(f"{url} is no SGLang server (status {status}, {text[:80]!r}); give the address that sglang.launch_server prints")
+        raise UserError(f"{url} is no SGLang server (status {status}, {text[:80]!r}); give the address that "
+                        f"sglang.launch_server prints")
     return info
 
 
 def check_kinds(info, where):
     """Refuse an SGLang's `info` that states something of another kind than is read of it here."""
-    for words, kind, names in STATED:
-        for name in names:
-            value = info
-            for key in name.split("."):
-                value = (value or {}).get(key)
-            if value is not None and not isinstance(value, kind):
-                raise UserError(f"{where} says of itself {name} {json.dumps(value, default=str)[:80]}, {words} or null is wanted; use "
-                                f"SGLang 0.5.23")
+    for name, kind in STATED.items():
+        value = info
+        for key in name.split("."):
+            value = (value or {}).get(key)
+        if value is not None and not isinstance(value, kind):
+            raise UserError(f"{where} says of itself {name} {json.dumps(value, default=str)[:80]}, "
+                            f"{KINDS[kind]} or null is wanted; use SGLang {TESTED}")
 
 
 def context_length(info):
-    """Tokens of a prompt and its answer together, None where SGLang's `info` states none; of a small KV pool max_req_input_len tells."""
-    return min((info[key] + more for key, more in (("context_length", 0), ("max_req_input_len", 6)) if info.get(key)), default=None)
+    """Tokens of a prompt and its answer together, None where SGLang's `info` states none."""
+    limits = []
+    if info.get("context_length"):
+        limits.append(info["context_length"])
+    if info.get("max_req_input_len"):  # tells of a small KV pool
+        limits.append(info["max_req_input_len"] + 6)
+    return min(limits, default=None)
 
 
 def answer(url, prompts, limit, eos_ids, concurrency, sampling, steps=None):
-    """Answers of a server to prompts (lists of ids), `concurrency` requests in flight, as a Group in the order of the prompts.
+    """Answers of a server to prompts (lists of ids), `concurrency` requests in flight, as a Group in the
+    order of the prompts.
 
-    limit: most tokens of an answer. sampling: {temperature, top_p, top_k (0: off)}. steps: of the server's drafter, None for a
-    server without one. The prefix cache is emptied first, outside the time, so that no group profits from the one before.
-    Raises UserError for whatever the server refuses, and for counters that are missing or contradict the answer.
+    limit: most tokens of an answer. sampling: {temperature, top_p, top_k (0: off)}. steps: of the server's
+    drafter, None for a server without one. The prefix cache is emptied first, outside the time, so that no
+    group profits from the one before. Raises UserError for whatever the server refuses, and for counters that
+    are missing or contradict the answer.
     """
-    body = {"sampling_params": {"temperature": sampling["temperature"], "top_p": sampling["top_p"], "top_k": sampling["top_k"] or -1,
-                                "max_new_tokens": limit, "stop_token_ids": sorted(eos_ids)}}
+    params = _sampling_params(sampling, limit, eos_ids)
+    bodies = [{"input_ids": ids, "sampling_params": params} for ids in prompts]
     _require(url, "/flush_cache?timeout=60", {})  # waits until what was cancelled before has ended
-    pool = ThreadPoolExecutor(concurrency)
-    try:
-        start = time.perf_counter()
-        replies = list(pool.map(lambda ids: generate(url, {"input_ids": ids, **body}), prompts))
-        seconds = time.perf_counter() - start
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    start = time.perf_counter()
+    replies = _generate_all(url, bodies, concurrency, lambda reply, n: reply)
+    seconds = time.perf_counter() - start
     return Group([read_answer(reply, url, limit, eos_ids, steps) for reply in replies], seconds, [], [])
+
+
+def _sampling_params(sampling, limit, eos_ids):
+    return {"temperature": sampling["temperature"], "top_p": sampling["top_p"],
+            "top_k": sampling["top_k"] or -1, "max_new_tokens": limit, "stop_token_ids": sorted(eos_ids)}
 
 
 def read_answer(reply, url, limit, eos_ids, steps=None):
@@ -227,40 +271,49 @@ def read_answer(reply, url, limit, eos_ids, steps=None):
     try:
         ids, facts = reply.get("output_ids"), reply.get("meta_info", {})
         reason = facts.get("finish_reason") or {}
-        if not ids or reason.get("type") not in ("stop", "length"):
-            raise UserError(f"{url}/generate sent {'ids' if ids else 'no output_ids'} and finish_reason {json.dumps(reason)}; see the "
+        ended = reason.get("type")
+        if not ids or ended not in ("stop", "length"):
+            sent = "ids" if ids else "no output_ids"
+            raise UserError(f"{url}/generate sent {sent} and finish_reason {json.dumps(reason)}; see the "
                             f"server's log")
-        if strange := [token for token in ids if type(token) is not int or not 0 <= token < 2**31]:
+        strange = [token for token in ids if type(token) is not int or not 0 <= token < 2**31]
+        if strange:
             raise TypeError(f"output_ids hold {strange[0]!r}")
         ids = cut(ids, limit, eos_ids)
-        if reason["type"] == "length" and len(ids) < limit and ids[-1] not in eos_ids:
-            raise UserError(f"{url} cut an answer after {len(ids)} of {limit} tokens; start it with a larger --context-length, or ask for "
-                            f"less")
+        if ended == "length" and len(ids) < limit and ids[-1] not in eos_ids:
+            raise UserError(f"{url} cut an answer after {len(ids)} of {limit} tokens; start it with a larger "
+                            f"--context-length, or ask for less")
         accepted, reached = count_verifications(facts, len(ids), steps, url) if steps else ([], [])
     except (TypeError, AttributeError) as error:
-        raise UserError(f"{url}/generate sent a reply of another form ({error}); use SGLang 0.5.23 or later") from None
+        raise UserError(f"{url}/generate sent a reply of another form ({error}); use SGLang {TESTED} or "
+                        f"later") from None
     return Answer(ids=ids, accepted=accepted, reached=reached, candidates=[])
 
 
 def count_verifications(facts, count, steps, url):
-    """(accepted, reached), one int a verification, of an answer of `count` ids, out of SGLang's counters in `facts`.
+    """(accepted, reached), one int a verification, of an answer of `count` ids, out of SGLang's counters in
+    `facts`.
 
-    The histogram has no order, so neither have the lists. SGLang counts a verification whole that the end token or the limit
-    cut, the project counts what was kept: count = 1 + sum(accepted + 1) - overshoot, one more for each time that the server
-    took the request back and read it again. Of the cut one all that is left is accepted, and no depth behind it was judged. The
-    counters do not say which it was: the one that accepted most is taken, totals are right with any.
+    The histogram has no order, so neither have the lists. SGLang counts a verification whole that the end
+    token or the limit cut, the project counts what was kept: count = 1 + sum(accepted + 1) - overshoot, one
+    more for each time that the server took the request back and read it again. Of the cut one all that is
+    left is accepted, and no depth behind it was judged. The counters do not say which it was: the one that
+    accepted most is taken, totals are right with any.
     """
     histogram = facts.get("spec_correct_drafts_histogram")
     if histogram is None and count > 1:
-        raise UserError(f"{url} has a drafter and sends no spec_correct_drafts_histogram with its answers; use SGLang 0.5.23 or later, "
-                        f"with its Python front end (SGLANG_RUST_SERVER unset)")
+        raise UserError(f"{url} has a drafter and sends no spec_correct_drafts_histogram with its answers; "
+                        f"use SGLang {TESTED} or later, with its Python front end (SGLANG_RUST_SERVER unset)")
     accepted = [drafts for drafts, times in enumerate(histogram or []) for _ in range(times)]
-    verifications, correct, again = (facts.get(key, 0) for key in ("spec_verify_ct", "spec_num_correct_drafts", "num_retractions"))
+    verifications, correct = facts.get("spec_verify_ct", 0), facts.get("spec_num_correct_drafts", 0)
+    again = facts.get("num_retractions", 0)
     overshoot = 1 + again + sum(accepted) + len(accepted) - count
     most = max(accepted, default=0)
-    if len(accepted) != verifications or sum(accepted) != correct or most > steps or not 0 <= overshoot <= most:
-        raise UserError(f"{url} sent counters that contradict each other: histogram {histogram}, {verifications} verifications, {correct} "
-                        f"accepted, {again} retractions, {count} ids, {steps} steps; its figures cannot be used")
+    agree = len(accepted) == verifications and sum(accepted) == correct
+    if not agree or most > steps or not 0 <= overshoot <= most:
+        raise UserError(f"{url} sent counters that contradict each other: histogram {histogram}, "
+                        f"{verifications} verifications, {correct} accepted, {again} retractions, {count} "
+                        f"ids, {steps} steps; its figures cannot be used")
     reached = [min(drafts + 1, steps) for drafts in accepted]
     if overshoot:
         accepted[-1] = reached[-1] = most + 1 - overshoot
@@ -275,10 +328,20 @@ def generate(url, body):
     return value
 
 
+def _generate_all(url, bodies, concurrency, read):
+    """[read(reply, n)] of requests, so many in flight. Where one fails, those that wait are not sent."""
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        return list(pool.map(lambda n: read(generate(url, bodies[n]), n), range(len(bodies))))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 def _require(url, path, body, timeout=90):
     status, text = _ask(url, path, body, timeout)
     if status != 200:
-        raise UserError(f"{url}{path} answered with status {status}: {' '.join(text.split())[:400] or 'nothing'}")
+        words = " ".join(text.split())[:400] or "nothing"
+        raise UserError(f"{url}{path} answered with status {status}: {words}")
     return text
 
 
@@ -293,7 +356,8 @@ def _ask(url, path, body=None, timeout=90):
         return error.code, error.read().decode(errors="replace")
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise UserError(f"{url}{path} does not answer ({reason}); give the address of a running server, as http://HOST:PORT") from None
+        raise UserError(f"{url}{path} does not answer ({reason}); give the address of a running server, as "
+                        f"http://HOST:PORT") from None
 
 
 def _parse(text):
@@ -301,40 +365,38 @@ def _parse(text):
         return json.loads(text)
 
 
-TESTED = "0.5.23"
-HOOK = "common.capture_hook:write_states"
-ROOT = Path(__file__).resolve().parent.parent
-FILE_DTYPES = {"F32": "float32", "F16": "float16"}
-IN_FLIGHT = 128  # requests: more than an engine runs at once
-PATIENCE = 60  # seconds that a file may come after its reply: a network's file system shows it late
-LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # a sample of all the target's positions, and the one token that must be asked for
-
-
 def server_command(target, layers, dtype, max_length, folder, arguments=(), trust_remote_code=False):
     """The shell command that starts a stock SGLang server whose states SGLang(..., url=...) reads.
 
-    folder: where the states pass, seen by both machines. arguments: more arguments of sglang.launch_server, a list; ours win.
+    folder: where the states pass, seen by both machines. arguments: more arguments of sglang.launch_server, a
+    list; ours win.
     """
-    command = ["python", "-m", "sglang.launch_server", *arguments,
-               *_engine_arguments(target, layers, _dtype(target, dtype), max_length, folder, trust_remote_code)]
+    command = ["python", "-m", "sglang.launch_server", *arguments]
+    command += _engine_arguments(target, layers, _dtype(target, dtype), max_length, folder, trust_remote_code)
     return f"PYTHONPATH={shlex.quote(str(ROOT))} {LONGER}=1 {shlex.join(command)}"
 
 
 def _engine_arguments(target, layers, dtype, max_length, folder, trust_remote_code):
-    """What SGLang must be started with. Each of these has a trap behind it that `_check_settings` names."""
-    hook = {"name": "states", "target_modules": ["logits_processor", "*.logits_processor"], "hook_factory": HOOK,
-            "config": {"folder": str(folder)}}
+    """What SGLang must be started with. Each of these has a trap behind it that `_fault` names."""
+    hook = {"name": "states", "target_modules": ["logits_processor", "*.logits_processor"],
+            "hook_factory": HOOK, "config": {"folder": str(folder)}}
+    arguments = ["--model-path", str(target.folder), "--dtype", dtype,
+                 "--context-length", str(max_length + 8), "--enable-return-aux-hidden-states",
+                 "--speculative-algorithm", "EAGLE3"]  # the name of a convention, no drafter
     ids = _engine_layers(target, layers)
-    return ["--model-path", str(target.folder), "--dtype", dtype, "--context-length", str(max_length + 8),
-            "--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3",  # the name of a convention, no drafter
-            *(["--return-aux-hidden-state-layer-ids", *map(str, ids)] if ids else []),
-            "--disable-radix-cache", "--chunked-prefill-size", "-1", "--disable-prefill-cuda-graph", "--forward-hooks", json.dumps([hook]),
-            *["--trust-remote-code"] * trust_remote_code]
+    if ids:
+        arguments += ["--return-aux-hidden-state-layer-ids", *map(str, ids)]
+    arguments += ["--disable-radix-cache", "--chunked-prefill-size", "-1", "--disable-prefill-cuda-graph",
+                  "--forward-hooks", json.dumps([hook])]
+    if trust_remote_code:
+        arguments.append("--trust-remote-code")
+    return arguments
 
 
 def _engine_layers(target, layers):
     """What SGLang calls `layers`; None for those that it takes by itself."""
-    return layer_ids(layers, target.num_layers, target.model_class).get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    config = layer_ids(layers, target.num_layers, target.model_class)
+    return config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
 
 
 def _dtype(target, dtype):
@@ -346,38 +408,45 @@ def _dtype(target, dtype):
 
 
 class SGLang:
-    """The target run by SGLang; a context manager. Made in the main thread, its methods may be called from any one thread at a time.
+    """The target run by SGLang; a context manager. Made in the main thread, its methods may be called from
+    any one thread at a time.
 
-    target: Target. layers: three HF indices. dtype: "auto", "bfloat16", "float16" or "float32". max_length: most tokens of a
-    sample. url: of a running server, None to start an engine in this process. folder: where the states' files pass; None: with a
-    server the one it was started with, else one of our own. arguments: more arguments of sglang.launch_server for our engine, a list.
+    target: Target. layers: three HF indices. dtype: "auto", "bfloat16", "float16" or "float32". max_length:
+    most tokens of a sample. url: of a running server, None to start an engine in this process. folder: where
+    the states' files pass; None: with a server the one it was started with, else one of our own. arguments:
+    more arguments of sglang.launch_server for our engine, a list.
 
-    `dtype` is the states' torch.dtype; `device`, where they are returned: a GPU that has room for the lm_head, else the CPU.
-    Raises UserError for whatever is wrong with the engine, on a probe before the first sample.
+    `dtype` is the states' torch.dtype; `device`, where they are returned: a GPU that has room for the
+    lm_head, else the CPU. Raises UserError for whatever is wrong with the engine, on a probe before the first
+    sample.
     """
 
-    def __init__(self, target, layers, dtype, max_length, url=None, folder=None, arguments=(), trust_remote_code=False):
-        self.target, self.layers, self.url, self.engine, self.own_folder = target, layers, url, None, None
+    def __init__(self, target, layers, dtype, max_length, url=None, folder=None, arguments=(),
+                 trust_remote_code=False):
+        self.target, self.layers, self.url = target, layers, url
         self.where = url or "the engine"
-        self.name, self.count = f"{PREFIX}{uuid.uuid4().hex[:12]}", 0
+        self.name, self.count = f"{PREFIX}{uuid.uuid4().hex[:12]}", 0  # of our requests
         dtype = _dtype(target, dtype)
         self.dtype = getattr(torch, dtype)
-        self.seeds_matter = None
+        self.engine = self.folder = self.own_folder = None
         try:
             if url:
                 info = server_info(url)
             else:
                 folder = folder or self._make_folder()
-                info = self._start(_engine_arguments(target, layers, dtype, max_length, folder, trust_remote_code), arguments)
-            hooks_folder = self._check_settings(info, max_length)
-            self.folder = Path(folder or hooks_folder)
+                ours = _engine_arguments(target, layers, dtype, max_length, folder, trust_remote_code)
+                info = self._start([*arguments, *ours])
+            hook_folder = self._check_settings(info, max_length)
+            self.folder = Path(folder or hook_folder)
             if not self.folder.is_dir():
-                raise UserError(f"{self.where} writes states to {self.folder}, which is no folder here; start it with a folder that both "
-                                f"machines see, or name its place here with --states-folder")
+                raise UserError(f"{self.where} writes states to {self.folder}, which is no folder here; "
+                                f"start it with a folder that both machines see, or name its place here with "
+                                f"--states-folder")
             weight = target.lm_head()
             self.device = _device(weight.nbytes)
             self.weight, self.bias = weight.to(self.device, self.dtype), None
-            if (bias := target.lm_head_name.removesuffix("weight") + "bias") in target.weights:
+            bias = target.lm_head_name.removesuffix("weight") + "bias"
+            if bias in target.weights:
                 self.bias = target.tensor(bias).to(self.device, self.dtype)
             self._probe(min(max_length, 256))
         except BaseException:
@@ -390,6 +459,16 @@ class SGLang:
     def __exit__(self, *_):
         self.close()
 
+    def close(self):
+        if self.engine:
+            self.engine.shutdown()
+            self.engine = None
+        if self.own_folder:
+            shutil.rmtree(self.own_folder, ignore_errors=True)
+        elif self.folder:  # what an interruption left of ours
+            for stray in self.folder.glob(f"{self.name}-*"):
+                stray.unlink(missing_ok=True)
+
     def _make_folder(self):
         """In memory, where there is enough of it: a container's /dev/shm may hold 64 MiB."""
         memory = Path("/dev/shm")
@@ -397,21 +476,23 @@ class SGLang:
         self.own_folder = tempfile.mkdtemp(prefix="hidden-states-", dir=memory if roomy else None)
         return self.own_folder
 
-    def _start(self, ours, arguments):
+    def _start(self, arguments):
         """Start our engine; returns what it says of itself."""
         os.environ[LONGER] = "1"
         try:
             import sglang
             from sglang.srt.server_args import prepare_server_args
         except ImportError as error:
-            raise UserError(f"SGLang cannot be imported here ({error}); install requirements-sglang.txt in an environment of its own, use "
-                            f"a server with --server-url, or --backend hf") from None
+            raise UserError(f"SGLang cannot be imported here ({error}); install requirements-sglang.txt in "
+                            f"an environment of its own, use a server with --server-url, or --backend "
+                            f"hf") from None
         try:
-            settings = prepare_server_args(["--log-level", "error", *arguments, *ours])
+            settings = prepare_server_args(["--log-level", "error", *arguments])
         except (SystemExit, ValueError) as error:
-            raise UserError(f"SGLang {sglang.__version__} does not take its arguments ({error}); see above and --server-arguments, or use "
-                            f"--backend hf") from None
-        settings.custom_sigquit_handler = _engine_failed  # SGLang's own would kill this process without a word
+            raise UserError(f"SGLang {sglang.__version__} does not take its arguments ({error}); see above "
+                            f"and --server-arguments, or use --backend hf") from None
+        # SGLang's own would kill this process without a word
+        settings.custom_sigquit_handler = _engine_failed
         try:
             self.engine = sglang.Engine(server_args=settings)
         except RuntimeError as error:
@@ -419,105 +500,125 @@ class SGLang:
         return self.engine.get_server_info()
 
     def _check_settings(self, info, max_length):
-        """Name what an engine was started without. Returns the folder that its hook writes to."""
+        """Refuse an engine that was started otherwise than it must be. Returns the folder that its hook
+        writes to."""
         check_kinds(info, self.where)
-        folders = list(filter(None, map(_hook_folder, info.get("forward_hooks") or ())))
-        ids, given = _engine_layers(self.target, self.layers), info.get("return_aux_hidden_state_layer_ids")
-        graph = ((info.get("cuda_graph_config") or {}).get("prefill") or {}).get("backend", "disabled")
-        chunk, room = info.get("chunked_prefill_size"), (context_length(info) or max_length + 3) - 3
-        wrong = [
-            (info["speculative_algorithm"] or info.get("speculative_draft_model_path"),
-             f"runs a drafter (--speculative-algorithm {info['speculative_algorithm']})", "the target alone"),
-            (info.get("aux_hidden_state_capture") != "eagle3", "does not capture the three layers",
-             "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3, and no drafter"),
-            (given != ids, f"captures SGLang's layers {given or 'by default'}",
-             f"--return-aux-hidden-state-layer-ids {' '.join(map(str, ids))}" if ids else "no --return-aux-hidden-state-layer-ids"),
-            (not folders, "has no hook of ours", f"--forward-hooks as --dry-run prints it, and PYTHONPATH={ROOT} or its place there"),
-            (not info.get("disable_radix_cache"), "has a prefix cache, behind which rows are missing", "--disable-radix-cache"),
-            (chunk and chunk > 0, f"cuts prompts at {chunk} tokens, and only a last piece's rows would come", "--chunked-prefill-size -1"),
-            (graph != "disabled", f"replays prompts as CUDA graphs ({graph}), in which no hook runs", "--disable-prefill-cuda-graph"),
-            (info.get("enable_dp_attention"), "shares out its attention by requests", "tensor parallelism only, no --enable-dp-attention"),
-            (room < max_length, f"takes samples of at most {room} tokens, and these have up to {max_length}",
-             f"--context-length {max_length + 8} and memory for that many, or give --max-length {room}"),
-        ]
-        for fault, what, remedy in wrong:
-            if fault:
-                raise UserError(f"{self.where} {what}; start it with {remedy} (--dry-run prints the whole command)")
+        folders = [hook["config"]["folder"] for hook in info.get("forward_hooks") or () if _is_ours(hook)]
+        fault = self._fault(info, max_length, folders)
+        if fault:
+            what, remedy = fault
+            raise UserError(f"{self.where} {what}; start it with {remedy} (--dry-run prints the whole "
+                            f"command)")
         if info.get("version") != TESTED:
-            say(f"warning: {self.where} is SGLang {info.get('version')}, tried was {TESTED}; the states of a probe are checked")
-        self.seeds_matter = info.get("enable_deterministic_inference")
+            say(f"warning: {self.where} is SGLang {info.get('version')}, tried was {TESTED}; the states of a "
+                f"probe are checked")
+        self.heeds_seeds = info.get("enable_deterministic_inference")
         return folders[0]
 
+    def _fault(self, info, max_length, folders):
+        """(what is wrong with an engine, with what else to start it), None for a right one."""
+        algorithm = info["speculative_algorithm"]
+        if algorithm or info.get("speculative_draft_model_path"):
+            return f"runs a drafter (--speculative-algorithm {algorithm})", "the target alone"
+        if info.get("aux_hidden_state_capture") != "eagle3":
+            return ("does not capture the three layers",
+                    "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3, and no drafter")
+        wanted = _engine_layers(self.target, self.layers)
+        given = info.get("return_aux_hidden_state_layer_ids")
+        if given != wanted:
+            flag = "--return-aux-hidden-state-layer-ids"
+            remedy = f"{flag} {' '.join(map(str, wanted))}" if wanted else f"no {flag}"
+            return f"captures SGLang's layers {given or 'by default'}", remedy
+        if not folders:
+            return ("has no hook of ours",
+                    f"--forward-hooks as --dry-run prints it, and PYTHONPATH={ROOT} or its place there")
+        if not info.get("disable_radix_cache"):
+            return "has a prefix cache, behind which rows are missing", "--disable-radix-cache"
+        chunk = info.get("chunked_prefill_size") or -1
+        if chunk > 0:
+            return (f"cuts prompts at {chunk} tokens, and only a last piece's rows would come",
+                    "--chunked-prefill-size -1")
+        graph = ((info.get("cuda_graph_config") or {}).get("prefill") or {}).get("backend", "disabled")
+        if graph != "disabled":
+            return (f"replays prompts as CUDA graphs ({graph}), in which no hook runs",
+                    "--disable-prefill-cuda-graph")
+        if info.get("enable_dp_attention"):
+            return ("shares out its attention by requests",
+                    "tensor parallelism only, no --enable-dp-attention")
+        context = context_length(info)
+        if context and context - 3 < max_length:
+            room = context - 3
+            return (f"takes samples of at most {room} tokens, and these have up to {max_length}",
+                    f"--context-length {max_length + 8} and memory for that many, or give --max-length "
+                    f"{room}")
+        return None
+
     def _probe(self, length):
-        """Two equal prompts, one after the other: a prefix cache would show, and the next token tells whose last states these are."""
-        ids = [n % self.target.vocab_size for n in range(length)]
+        """Two equal prompts, one after the other: a prefix cache would show, and the next token tells whose
+        last states these are."""
+        target = self.target
+        ids = [n % target.vocab_size for n in range(length)]
         for _ in range(2):
             [reply], [(_, last)] = self._forward([ids])
             [token] = read_answer(reply, self.where, 1, ()).ids
-            logits = process_logits(self.lm_head(last[-1:]).float(), self.target.logit_softcap, self.target.logit_scale)[0]  # [V]
-            gap = (logits.max() - logits[token]) / logits.abs().max() if token < len(logits) else torch.inf
+            logits = self.lm_head(last[-1:]).float()
+            logits = process_logits(logits, target.logit_softcap, target.logit_scale)[0]  # [V]
+            gap = torch.inf
+            if token < len(logits):
+                gap = (logits.max() - logits[token]) / logits.abs().max()
             if not gap <= 0.02:  # of bfloat16 two tokens may be as good; NaN is no small gap
-                raise UserError(f"{self.where} goes on with token {token}, and the lm_head of {self.target.folder} on its last state with "
-                                f"{int(logits.argmax())}; is it another target? start it with --model-path {self.target.folder}")
+                raise UserError(f"{self.where} goes on with token {token}, and the lm_head of "
+                                f"{target.folder} on its last state with {int(logits.argmax())}; is it "
+                                f"another target? start it with --model-path {target.folder}")
 
-    def answer(self, prompts, limits, sampling, seeds=None, report=None):
-        """The target's answers: a list of id lists, in the order of the prompts, cut as common.decode.cut does (stop id kept).
+    def answer(self, prompts, limits, sampling, seeds, report=lambda ids: None):
+        """The target's answers: a list of id lists, in the order of the prompts, cut as common.decode.cut
+        does (stop id kept).
 
-        prompts: id lists. limits: most new tokens of each. sampling: dict of temperature, top_p, top_k (0: off), stop_ids. seeds: an
-        int a prompt, None for greedy. report(ids) is called with each answer as it ends, in any order, perhaps in another thread.
+        prompts: id lists. limits: most new tokens of each. sampling: dict of temperature, top_p, top_k (0:
+        off), stop_ids. seeds: an int a prompt. report(ids) is called with each answer as it ends, in any
+        order, perhaps in another thread.
         """
-        if seeds and sampling["temperature"] and not self.seeds_matter:
-            say(f"note: {self.where} draws answers without regard to --seed; it heeds it only with --enable-deterministic-inference")
-            self.seeds_matter = True
+        if sampling["temperature"] and not self.heeds_seeds:
+            say(f"note: {self.where} draws answers without regard to --seed; it heeds it only with "
+                f"--enable-deterministic-inference")
+            self.heeds_seeds = True  # told of once
         stops = set(sampling["stop_ids"])
-        bodies = [{"input_ids": prompt, "sampling_params": {
-            "temperature": sampling["temperature"], "top_p": sampling["top_p"], "top_k": sampling["top_k"] or -1,
-            "max_new_tokens": limit, "stop_token_ids": sorted(stops), **({"sampling_seed": seeds[n]} if seeds else {})}}
-            for n, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))]
+        bodies = []
+        for prompt, limit, seed in zip(prompts, limits, seeds, strict=True):
+            params = {**_sampling_params(sampling, limit, stops), "sampling_seed": seed}
+            bodies.append({"input_ids": prompt, "sampling_params": params})
 
-        def ids_of(reply, n):
+        def read(reply, n):
             ids = read_answer(reply, self.where, limits[n], stops).ids
-            if report:
-                report(ids)
+            report(ids)
             return ids
 
-        return self._send(bodies, ids_of)
+        return self._send(bodies, read)
 
     def states(self, samples):
-        """[(aux [T, 3H], last [T, H])], in the order of `samples`, id lists; on self.device, in self.dtype. All of the samples are in
-        flight at once, and their states in memory: give some 32,768 tokens at a time."""
+        """[(aux [T, 3H], last [T, H])], in the order of `samples`, id lists; on self.device, in self.dtype.
+        All of the samples are in flight at once, and their states in memory: give some 32,768 tokens at a
+        time."""
         return self._forward(samples)[1]
 
     def lm_head(self, hidden):
         """[n, V]: the target's lm_head on hidden [n, H]."""
         return F.linear(hidden, self.weight, self.bias)
 
-    def close(self):
-        if self.engine:
-            self.engine.shutdown()
-            self.engine = None
-        if self.own_folder:
-            shutil.rmtree(self.own_folder, ignore_errors=True)
-        elif hasattr(self, "folder"):  # what an interruption left of ours
-            for stray in self.folder.glob(f"{self.name}-*"):
-                stray.unlink(missing_ok=True)
-
     def _forward(self, samples):
         """(replies, states) of prompts that are answered with one token: what SGLang asks for at least."""
-        rids = [f"{self.name}-{self.count + n}" for n in range(len(samples))]
+        bodies = [{"input_ids": ids, "rid": f"{self.name}-{number}",
+                   "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+                  for number, ids in enumerate(samples, start=self.count)]
         self.count += len(samples)
-        replies = self._send([{"input_ids": ids, "rid": rid, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
-                              for ids, rid in zip(samples, rids, strict=True)], lambda reply, _: reply)
-        return replies, [self._read(rid, len(ids)) for ids, rid in zip(samples, rids, strict=True)]
+        replies = self._send(bodies, lambda reply, n: reply)
+        return replies, [self._read(body["rid"], len(body["input_ids"])) for body in bodies]
 
     def _send(self, bodies, read):
         """[read(reply, n)] of requests, all of them under way."""
         if self.url:
-            pool = ThreadPoolExecutor(min(IN_FLIGHT, len(bodies) or 1))
-            try:
-                return list(pool.map(lambda n: read(generate(self.url, bodies[n]), n), range(len(bodies))))
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+            return _generate_all(self.url, bodies, IN_FLIGHT, read)
 
         async def one(n):
             return read(await self.engine.async_generate(**bodies[n]), n)
@@ -532,14 +633,16 @@ class SGLang:
 
     def _read(self, rid, count):
         """(aux [T, 3H], last [T, H]) of a request of `count` tokens, off the folder."""
-        path, error, deadline = self.folder / f"{rid}.safetensors", self.folder / f"{rid}.error", time.monotonic() + PATIENCE
+        path, failed = self.folder / f"{rid}.safetensors", self.folder / f"{rid}.error"
+        deadline = time.monotonic() + PATIENCE
         while not path.exists():
-            if error.exists():
-                raise UserError(f"{self.where} cannot write states to {self.folder} ({error.read_text()}); make room or give "
-                                f"--states-folder")
+            if failed.exists():
+                raise UserError(f"{self.where} cannot write states to {self.folder} ({failed.read_text()}); "
+                                f"make room or give --states-folder")
             if time.monotonic() > deadline:
-                raise UserError(f"{self.where} answered, and no states came to {self.folder} in {PATIENCE} s: its hook did not run or "
-                                f"writes elsewhere; start it as --dry-run prints it, with a folder that both machines see")
+                raise UserError(f"{self.where} answered, and no states came to {self.folder} in {PATIENCE} "
+                                f"s: its hook did not run or writes elsewhere; start it as --dry-run prints "
+                                f"it, with a folder that both machines see")
             time.sleep(0.002)
         try:
             tensors = load_file(path, str(self.device))
@@ -547,24 +650,31 @@ class SGLang:
             path.unlink()
         last = tensors.pop("last")
         aux = torch.cat([tensors[name] for name in sorted(tensors)], 1)  # [T, 3H]
-        rows, hidden = last.shape
-        if rows != count or len(aux) != rows:
-            raise UserError(f"{self.where} sent {rows} rows of states for {count} tokens; start it with --disable-radix-cache "
-                            f"--chunked-prefill-size -1")
-        if hidden != self.target.hidden_size or aux.shape[1] != 3 * hidden:
-            raise UserError(f"{self.where} sent states of {hidden} and {aux.shape[1]}, {self.target.folder} has {self.target.hidden_size} "
-                            f"and three layers of it; start it with --model-path {self.target.folder}")
-        if last.dtype != self.dtype:
-            raise UserError(f"{self.where} runs in {last.dtype}, wanted is {self.dtype}; start it with --dtype "
-                            f"{str(self.dtype).removeprefix('torch.')}, or give --dtype {str(last.dtype).removeprefix('torch.')}")
+        self._check_states(aux, last, count)
         return aux, last
 
+    def _check_states(self, aux, last, count):
+        rows, hidden = last.shape
+        if rows != count or len(aux) != rows:
+            raise UserError(f"{self.where} sent {rows} rows of states for {count} tokens; start it with "
+                            f"--disable-radix-cache --chunked-prefill-size -1")
+        target = self.target
+        if hidden != target.hidden_size or aux.shape[1] != 3 * hidden:
+            raise UserError(f"{self.where} sent states of {hidden} and {aux.shape[1]}, {target.folder} has "
+                            f"{target.hidden_size} and three layers of it; start it with --model-path "
+                            f"{target.folder}")
+        if last.dtype != self.dtype:
+            theirs, ours = (str(dtype).removeprefix("torch.") for dtype in (last.dtype, self.dtype))
+            raise UserError(f"{self.where} runs in {theirs}, wanted is {ours}; start it with --dtype {ours}, "
+                            f"or give --dtype {theirs}")
 
-def _hook_folder(hook):
-    """Where a forward hook of an engine writes, if it is ours."""
+
+def _is_ours(hook):
+    """Whether a forward hook of an engine is the one that writes states."""
     match hook:
-        case {"hook_factory": factory, "config": {"folder": str(folder)}} if factory == HOOK:
-            return folder
+        case {"hook_factory": factory, "config": {"folder": str()}}:
+            return factory == HOOK
+    return False
 
 
 def _engine_failed(*_):

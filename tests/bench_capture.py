@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Tokens per second of SGLang's prefill with our states captured and read, over its own without. Run by the Python of SGLang's environment:
+"""Tokens per second of SGLang's prefill with our states captured and read, over its own without. Run by the
+Python of SGLang's environment:
 
     ENGINE_PYTHON tests/bench_capture.py TARGET [more arguments of sglang.launch_server]
 
-Two engines take turns in one process, so that a busy machine slows both; the medians are compared. Prints one line of JSON.
+Two engines take turns in one process, so that a busy machine slows both; the medians are compared. Prints one
+line of JSON.
 """
 
 import json
@@ -27,10 +29,13 @@ def main():
 
     target, arguments = open_target(sys.argv[1]), sys.argv[2:]
     generator, seconds = torch.Generator().manual_seed(0), {"with": [], "without": []}
-    with SGLang(target, default_layers(target.num_layers), "auto", 2 * LENGTH, arguments=arguments) as capturing:
+    with SGLang(target, default_layers(target.num_layers), "auto", 2 * LENGTH,
+                arguments=arguments) as capturing:
+        dtype = str(capturing.dtype).removeprefix("torch.")
         plain = sglang.Engine(server_args=prepare_server_args([
-            "--log-level", "error", *arguments, "--model-path", str(target.folder), "--dtype", str(capturing.dtype).removeprefix("torch."),
-            "--context-length", str(2 * LENGTH), "--disable-radix-cache", "--chunked-prefill-size", "-1", "--disable-prefill-cuda-graph"]))
+            "--log-level", "error", *arguments, "--model-path", str(target.folder), "--dtype", dtype,
+            "--context-length", str(2 * LENGTH), "--disable-radix-cache", "--chunked-prefill-size", "-1",
+            "--disable-prefill-cuda-graph"]))
         for _ in range(ROUNDS + 1):
             samples = [torch.randint(3, 300, (LENGTH,), generator=generator).tolist() for _ in range(SAMPLES)]
             start = time.perf_counter()
@@ -41,7 +46,8 @@ def main():
             seconds["without"].append(time.perf_counter() - middle)
         plain.shutdown()
     speeds = {name: SAMPLES * LENGTH / statistics.median(times[1:]) for name, times in seconds.items()}
-    print(json.dumps({"tokens_per_second": speeds, "ratio": speeds["with"] / speeds["without"], "dtype": str(capturing.dtype)}))
+    ratio = speeds["with"] / speeds["without"]
+    print(json.dumps({"tokens_per_second": speeds, "ratio": ratio, "dtype": dtype}))
 
 
 if __name__ == "__main__":

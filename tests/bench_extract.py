@@ -1,8 +1,10 @@
-"""Tokens/s of an extraction (no answers written) over those of the target's bare forward passes on the same batches.
+"""Tokens/s of an extraction (no answers written) over those of the target's bare forward passes on the same
+batches.
 
-Everything takes turns, round by round, so that noise hits all alike: the decoder alone, the decoder with the lm_head's logits of
-every row (which the choices in a shard need, too), and the extraction from the samples to shards on disk. Medians are compared, of
-the time that passed and of this process's CPU time, which other processes disturb less; the writing thread's is in it.
+Everything takes turns, round by round, so that noise hits all alike: the decoder alone, the decoder with the
+lm_head's logits of every row (which the choices in a shard need, too), and the extraction from the samples to
+shards on disk. Medians are compared, of the time that passed and of this process's CPU time, which other
+processes disturb less; the writing thread's is in it.
 """
 
 import argparse
@@ -39,14 +41,17 @@ def main():
     target = open_target(args.target)
     backend = Transformers(target, parse_layers("auto", target.num_layers), "auto", 1, args.max_batch_tokens)
     torch.manual_seed(0)
-    parts = [[{"line": n, "source_id": 0, "heldout": 0, "input_ids": torch.randint(3, target.vocab_size, (args.tokens,)).tolist(),
-               "loss_mask": [0] * (args.tokens // 2) + [1] * (args.tokens - args.tokens // 2), "bound": args.tokens}
+    parts = [[{"line": n, "source_id": 0, "heldout": 0,
+               "input_ids": torch.randint(3, target.vocab_size, (args.tokens,)).tolist(),
+               "loss_mask": [0] * (args.tokens // 2) + [1] * (args.tokens - args.tokens // 2),
+               "bound": args.tokens}
               for n in range(args.samples)] for _ in range(args.blocks)]
     count = max(1, args.max_batch_tokens // args.tokens)
     batches = [torch.tensor([c["input_ids"] for c in part[n : n + count]], device=backend.device)
                for part in parts for n in range(0, len(part), count)]
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    options = argparse.Namespace(backend="hf", regenerate=False, max_batch_tokens=args.max_batch_tokens, store=args.store, out=folder,
+    options = argparse.Namespace(backend="hf", regenerate=False, max_batch_tokens=args.max_batch_tokens,
+                                 store=args.store, out=folder,
                                  candidates=64 if args.teacher == "compact" else 0)
 
     @torch.inference_mode()
@@ -59,11 +64,14 @@ def main():
             torch.cuda.synchronize()
 
     def extraction():
-        manifest = {"block_lines": args.samples, "sampling": None, "max_length": args.tokens, "planned": {"blocks": args.blocks},
+        manifest = {"block_lines": args.samples, "sampling": None, "max_length": args.tokens,
+                    "planned": {"blocks": args.blocks},
                     "shards": [], "empty_blocks": [], "run": "bench"}
-        extract_hidden_states.extract(manifest, list(range(args.blocks)), dict(enumerate(parts)), [], None, backend, options)
+        extract_hidden_states.extract(manifest, list(range(args.blocks)), dict(enumerate(parts)), [], None,
+                                      backend, options)
 
-    cases = {"decoder": lambda: bare(False), "decoder_and_logits": lambda: bare(True), "extraction": extraction}
+    cases = {"decoder": lambda: bare(False), "decoder_and_logits": lambda: bare(True),
+             "extraction": extraction}
     seconds, cpu = {name: [] for name in cases}, {name: [] for name in cases}
     try:
         for turn in range(args.rounds + 1):
@@ -79,7 +87,8 @@ def main():
         shutil.rmtree(folder)
     summary = {"store": args.store, "teacher": args.teacher}
     for clock, found in (("time", seconds), ("cpu_time", cpu)):
-        rate = {name: sum(batch.numel() for batch in batches) / median(values) for name, values in found.items()}
+        tokens = sum(batch.numel() for batch in batches)
+        rate = {name: tokens / median(values) for name, values in found.items()}
         summary[clock] = {"tokens_per_second": rate, "over_decoder": rate["extraction"] / rate["decoder"],
                           "over_decoder_and_logits": rate["extraction"] / rate["decoder_and_logits"]}
     return summary

@@ -15,12 +15,14 @@ def rotate(x, position, inverse_frequencies):
 
 
 def draft_logits(drafter, embedding, input_ids, aux, t, tokens):
-    """Logits of step-by-step drafting from row t, one row at a time, everything recomputed: float64 [len(tokens)+1, D].
+    """Logits of step-by-step drafting from row t, one row at a time, everything recomputed: float64
+    [len(tokens)+1, D].
 
     tokens: the drafted tokens x[t+2], x[t+3], ... that are fed back after the first step.
     """
     w = {name: value.double() for name, value in drafter.state_dict().items()}
-    eps, (heads, kv, width) = drafter.config["rms_norm_eps"], (drafter.heads, drafter.kv_heads, drafter.head_dim)
+    eps, (heads, kv, width) = drafter.config["rms_norm_eps"], (drafter.heads, drafter.kv_heads,
+                                                               drafter.head_dim)
     freq = drafter.inverse_frequencies
 
     def fuse(token, hidden):
@@ -47,13 +49,16 @@ def draft_logits(drafter, embedding, input_ids, aux, t, tokens):
         hidden = hidden + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
         x = rms_norm(hidden, w["midlayer.post_attention_layernorm.weight"], eps)
         gate = w["midlayer.mlp.gate_proj.weight"] @ x
-        hidden = hidden + w["midlayer.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * (w["midlayer.mlp.up_proj.weight"] @ x))
+        up = w["midlayer.mlp.up_proj.weight"] @ x
+        hidden = hidden + w["midlayer.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
         out.append(w["lm_head.weight"] @ rms_norm(hidden, w["norm.weight"], eps))
     return torch.stack(out)
 
 
 def walk(loss_mask, hit, depths):
-    """(accepted, verifications) of one document by playing the rounds: hit(depth, row) says whether that draft is right."""
+    """(accepted, verifications) of one document by playing the rounds: hit(depth, row) says whether that
+    draft is right.
+    """
     accepted = verifications = 0
     answers, position = [], 0
     while position < len(loss_mask):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tests import tiny
 
-EXACT = ("--store", "bf16", "--teacher", "states")  # shards of which the target's whole distribution can be computed
+# shards of which the target's whole distribution can be computed
+EXACT = ("--store", "bf16", "--teacher", "states")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,19 +24,24 @@ def call(script, *arguments):
 
 
 def make_work(folder, conversations, new_tokens, draft_vocab):
-    """In `folder`: a tiny target, shards of its own answers to so many conversations, and a map. Returns the folder."""
+    """In `folder`: a tiny target, shards of its own answers to so many conversations, and a map. Returns the
+    folder."""
     tiny.make_target(folder / "target")
-    tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(conversations)])
-    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl", "--out", folder / "shards",
-         "--regenerate", "--max-new-tokens", new_tokens, "--dtype", "float32", "--heldout", 0.2, *EXACT)
-    call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", draft_vocab, "--out", folder / "map")
+    questions = [{"messages": row["messages"][:1]} for row in tiny.conversations(conversations)]
+    tiny.write_rows(folder / "rows.jsonl", questions)
+    call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl",
+         "--out", folder / "shards", "--regenerate", "--max-new-tokens", new_tokens, "--dtype", "float32",
+         "--heldout", 0.2, *EXACT)
+    call("build_vocab_map", "--shards", folder / "shards", "--draft-vocab", draft_vocab,
+         "--out", folder / "map")
     return folder
 
 
 def shell(script, *arguments, stdin=None, launcher=()):
-    """(exit code, summary or None, stderr) of a script in a process of its own, checking that stdout is one line of JSON or empty."""
-    done = subprocess.run([*(launcher or [sys.executable]), str(ROOT / f"{script}.py"), *map(str, arguments)], capture_output=True,
-                          text=True, input=stdin, cwd=ROOT)
+    """(exit code, summary or None, stderr) of a script in a process of its own, checking that stdout is one
+    line of JSON or empty."""
+    done = subprocess.run([*(launcher or [sys.executable]), str(ROOT / f"{script}.py"), *map(str, arguments)],
+                          capture_output=True, text=True, input=stdin, cwd=ROOT)
     lines = done.stdout.splitlines()
     assert len(lines) <= 1, f"stdout holds more than the summary: {done.stdout[:500]}"
     return done.returncode, json.loads(lines[0]) if lines else None, done.stderr

@@ -1,6 +1,8 @@
-"""Extraction from SGLang: the hook without an engine, every trap with a server that is not one, and SGLang itself in both ways.
+"""Extraction from SGLang: the hook without an engine, every trap with a server that is not one, and SGLang
+itself in both ways.
 
-SGLANG_PYTHON names the Python of an environment with SGLang (.ci/run makes it); without it the last tests skip.
+SGLANG_PYTHON names the Python of an environment with SGLang (.ci/run makes it); without it the last tests
+skip.
 """
 
 import json
@@ -20,7 +22,7 @@ from safetensors.torch import load_file
 
 from common import capture_hook
 from common import sglang as capture
-from common.sglang import HOOK, SGLang, _wait, server_command
+from common.sglang import HOOK, SGLang, server_command, wait_for_server
 from common.shards import Shards
 from common.target import open_target
 from common.target_model import TargetModel
@@ -28,8 +30,9 @@ from tests import tiny
 from tests.scripts import EXACT, ROOT, call
 from tests.test_serve import Fake, refused
 
-CPU = ("--device cpu --max-total-tokens 2048 --max-running-requests 8 --mem-fraction-static 0.3 --prefill-attention-backend intel_amx "
-       "--decode-attention-backend intel_amx --disable-decode-cuda-graph")
+CPU = ("--device cpu --max-total-tokens 2048 --max-running-requests 8 --mem-fraction-static 0.3 "
+       "--prefill-attention-backend intel_amx --decode-attention-backend intel_amx "
+       "--disable-decode-cuda-graph")
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "stop_ids": [2]}
 LAYERS = [2, 4, 5]
 # Of the norm of a row. The engine's kernels add up in another order than transformers'; seen: 4e-7
@@ -54,14 +57,17 @@ def test_the_hook_writes_each_prompt_of_ours_by_its_name(tmp_path, dtype):
     tmp_path /= "made"
     hook = capture_hook.write_states({"folder": str(tmp_path)})
     states = torch.randn(12, 4, 8).to(dtype)  # [N, three layers and the last, H]
-    args = (None, states[:, 3].contiguous(), None, batch_of(["states-a-0", "somebody", "states-a-1"], [3, 4, 2, 0, 0]),
-            [states[:, n].contiguous() for n in range(3)])  # padded: rows 9.. and two counts belong to nobody
+    batch = batch_of(["states-a-0", "somebody", "states-a-1"], [3, 4, 2, 0, 0])
+    # padded: rows 9.. and two counts belong to nobody
+    args = (None, states[:, 3].contiguous(), None, batch, [states[:, n].contiguous() for n in range(3)])
     hook(None, args, None)
     wait_for(tmp_path / "states-a-0.safetensors", tmp_path / "states-a-1.safetensors")
     for name, rows in (("states-a-0", slice(0, 3)), ("states-a-1", slice(7, 9))):
         found = load_file(tmp_path / f"{name}.safetensors")
-        assert all(torch.equal(found[key], states[rows, n]) for n, key in enumerate(("aux0", "aux1", "aux2", "last")))
-    packed = (*args[:3], batch_of(["states-a-2"], [12]), states[:, :3].flatten(1))  # some models hand over one tensor
+        for n, key in enumerate(("aux0", "aux1", "aux2", "last")):
+            assert torch.equal(found[key], states[rows, n])
+    # some models hand over one tensor
+    packed = (*args[:3], batch_of(["states-a-2"], [12]), states[:, :3].flatten(1))
     hook(None, packed, None)
     wait_for(tmp_path / "states-a-2.safetensors")
     assert torch.equal(load_file(tmp_path / "states-a-2.safetensors")["aux0"], states[:, :3].flatten(1))
@@ -71,7 +77,8 @@ def test_the_hook_writes_each_prompt_of_ours_by_its_name(tmp_path, dtype):
 def test_the_hook_writes_nothing_else(tmp_path, monkeypatch):
     hook = capture_hook.write_states({"folder": str(tmp_path)})
     last, *aux = torch.randn(4, 2, 8)
-    hook(None, (None, last, None, batch_of(["states-a-0", "states-a-1"], None, extend=False), aux), None)  # decoding
+    decoding = batch_of(["states-a-0", "states-a-1"], None, extend=False)
+    hook(None, (None, last, None, decoding, aux), None)
     hook(None, (None, last, None, batch_of(["states-a-0"], [2], verify=True), aux), None)
     hook(None, (None, last, None, batch_of(None, [2]), aux), None)  # the engine's own warm-up
     hook(None, (None, last, None, batch_of(["states-a-0"], [2]), None), None)
@@ -105,26 +112,32 @@ def model(tmp_path_factory):
 
 def info(folder, **changes):
     """What a server of ours says of itself."""
-    return {"model_path": "T", "dtype": "float32", "speculative_algorithm": None, "speculative_draft_model_path": None, "version": "0.5.23",
-            "aux_hidden_state_capture": "eagle3", "return_aux_hidden_state_layer_ids": None, "disable_radix_cache": True,
-            "chunked_prefill_size": -1, "cuda_graph_config": {"prefill": {"backend": "disabled"}, "decode": {"backend": "full"}},
+    return {"model_path": "T", "dtype": "float32", "speculative_algorithm": None,
+            "speculative_draft_model_path": None, "version": "0.5.23", "aux_hidden_state_capture": "eagle3",
+            "return_aux_hidden_state_layer_ids": None, "disable_radix_cache": True,
+            "chunked_prefill_size": -1,
+            "cuda_graph_config": {"prefill": {"backend": "disabled"}, "decode": {"backend": "full"}},
             "enable_dp_attention": False, "context_length": 72, "max_req_input_len": 66,
-            "forward_hooks": [{"name": "states", "hook_factory": HOOK, "config": {"folder": str(folder)}}], **changes}
+            "forward_hooks": [{"name": "states", "hook_factory": HOOK, "config": {"folder": str(folder)}}],
+            **changes}
 
 
 def fake_server(model, folder, changes=None, before=lambda aux, last, tokens: (aux, last, tokens)):
-    """A server of `model` that hands states over as our hook does. before(aux, last, ids): spoils what it gives."""
+    """A server of `model` that hands states over as our hook does. before(aux, last, ids): spoils what it
+    gives."""
     hook, one_at_a_time = capture_hook.write_states({"folder": str(folder)}), threading.Lock()
 
     def generate(body):
         ids, sampling = [], body["sampling_params"]
-        while len(ids) < sampling["max_new_tokens"] and not set(ids) & set(sampling.get("stop_token_ids", ())):
+        stops = set(sampling.get("stop_token_ids", ()))
+        while len(ids) < sampling["max_new_tokens"] and not set(ids) & stops:
             with one_at_a_time:
                 aux, last = (part[0] for part in model.states(torch.tensor([body["input_ids"] + ids])))
             ids.append(int(model.argmax(last[-1:])))
         aux, last, ids = before(aux, last, ids)
         if aux is not None:
-            hook(None, (None, last, None, batch_of([body.get("rid", "none")], [len(last)]), list(aux.chunk(3, -1))), None)
+            batch = batch_of([body.get("rid", "none")], [len(last)])
+            hook(None, (None, last, None, batch, list(aux.chunk(3, -1))), None)
         reason = "length" if len(ids) == sampling["max_new_tokens"] else "stop"
         return 200, {"output_ids": ids, "meta_info": {"finish_reason": {"type": reason}}}
 
@@ -143,15 +156,17 @@ def test_states_and_answers_of_a_server(model, tmp_path):
         assert len({body["rid"] for path, body in fake.seen if path == "/generate"}) == 2 + len(samples)
         fake.seen.clear()
         told, limits = [], [5, 9, 3, 1]
-        answers = sglang.answer(samples, limits, {**GREEDY, "temperature": 0.7, "top_k": 4}, [11, 12, 13, 14], told.append)
+        sampling = {**GREEDY, "temperature": 0.7, "top_k": 4}
+        answers = sglang.answer(samples, limits, sampling, [11, 12, 13, 14], told.append)
         assert sorted(told) == sorted(answers)
         assert all(len(ids) == limit or ids[-1] == 2 for ids, limit in zip(answers, limits, strict=True))
         asked = [body for _, body in sorted(fake.seen, key=lambda seen: samples.index(seen[1]["input_ids"]))]
         assert all("rid" not in body for body in asked)
         assert [body["sampling_params"]["sampling_seed"] for body in asked] == [11, 12, 13, 14]
-        assert asked[1]["sampling_params"] | {"sampling_seed": 0} == {
-            "temperature": 0.7, "top_p": 1.0, "top_k": 4, "max_new_tokens": 9, "stop_token_ids": [2], "sampling_seed": 0}
-        assert sglang.answer([], [], GREEDY) == [] and sglang.states([]) == []
+        assert asked[1]["sampling_params"] == {"temperature": 0.7, "top_p": 1.0, "top_k": 4,
+                                               "max_new_tokens": 9, "stop_token_ids": [2],
+                                               "sampling_seed": 12}
+        assert sglang.answer([], [], GREEDY, []) == [] and sglang.states([]) == []
 
 
 SETTINGS = [  # what the server says of itself, what is said of it
@@ -172,9 +187,11 @@ SETTINGS = [  # what the server says of itself, what is said of it
 
 
 ODD = [  # what no SGLang says of itself
-    ({"context_length": "72"}, 'context_length "72", an integer'), ({"max_req_input_len": 66.5}, "max_req_input_len 66.5"),
+    ({"context_length": "72"}, 'context_length "72", an integer'),
+    ({"max_req_input_len": 66.5}, "max_req_input_len 66.5"),
     ({"chunked_prefill_size": "-1"}, "chunked_prefill_size"), ({"forward_hooks": {"a": 1}}, "forward_hooks"),
-    ({"forward_hooks": [None, "a", {"hook_factory": HOOK}]}, "no hook"), ({"cuda_graph_config": [1]}, "cuda_graph_config [1]"),
+    ({"forward_hooks": [None, "a", {"hook_factory": HOOK}]}, "no hook"),
+    ({"cuda_graph_config": [1]}, "cuda_graph_config [1]"),
     ({"cuda_graph_config": {"prefill": "full"}}, 'cuda_graph_config.prefill "full", an object'),
     ({"speculative_algorithm": ["EAGLE3"]}, "speculative_algorithm"),
 ]
@@ -194,10 +211,11 @@ def test_a_server_that_was_started_otherwise_is_refused_at_once(model, tmp_path,
 
 
 def test_other_layers_are_asked_for_by_the_engines_numbers(model, tmp_path):
-    assert "--return-aux-hidden-state-layer-ids 0 3 6 " in server_command(model.target, [1, 4, 7], "auto", 64, tmp_path)
+    flag = "--return-aux-hidden-state-layer-ids 0 3 6"
+    assert f"{flag} " in server_command(model.target, [1, 4, 7], "auto", 64, tmp_path)
     assert "--return-aux" not in server_command(model.target, LAYERS, "auto", 64, tmp_path)
     with fake_server(model, tmp_path) as fake:
-        refused(lambda: SGLang(model.target, [1, 4, 7], "auto", 64, fake.url), "--return-aux-hidden-state-layer-ids 0 3 6")
+        refused(lambda: SGLang(model.target, [1, 4, 7], "auto", 64, fake.url), flag)
 
 
 PROBES = [  # what a server hands over, what is said of it
@@ -230,17 +248,21 @@ def test_a_prefix_cache_shows_when_the_probe_is_repeated(model, tmp_path):
         return (aux, last, ids) if len(seen) == 1 else (aux[-1:], last[-1:], ids)
 
     with fake_server(model, tmp_path, before=cached) as fake:
-        refused(lambda: SGLang(model.target, LAYERS, "auto", 64, fake.url), "1 rows of states for 64 tokens", "--disable-radix-cache")
+        refused(lambda: SGLang(model.target, LAYERS, "auto", 64, fake.url), "1 rows of states for 64 tokens",
+                "--disable-radix-cache")
 
 
 def test_a_folder_that_is_not_here_or_is_full(model, tmp_path, monkeypatch):
     elsewhere = [{"hook_factory": HOOK, "config": {"folder": str(tmp_path / "there")}}]
     with fake_server(model, tmp_path, {"forward_hooks": elsewhere}) as fake:
-        refused(lambda: SGLang(model.target, LAYERS, "auto", 64, fake.url), "no folder here", "--states-folder")
+        refused(lambda: SGLang(model.target, LAYERS, "auto", 64, fake.url), "no folder here",
+                "--states-folder")
     monkeypatch.setattr(capture, "PATIENCE", 0.2)
     (tmp_path / "here").mkdir()
-    with fake_server(model, tmp_path) as fake:  # another folder of the same name, as on a machine that shares nothing
-        refused(lambda: SGLang(model.target, LAYERS, "auto", 64, fake.url, tmp_path / "here"), "no states came to")
+    # another folder of the same name, as on a machine that shares nothing
+    with fake_server(model, tmp_path) as fake:
+        refused(lambda: SGLang(model.target, LAYERS, "auto", 64, fake.url, tmp_path / "here"),
+                "no states came to")
 
     def full(*_):
         raise OSError("No space left on device")
@@ -252,24 +274,28 @@ def test_a_folder_that_is_not_here_or_is_full(model, tmp_path, monkeypatch):
 
 
 def test_another_version_is_warned_of_and_none_is_refused(model, tmp_path, capsys):
-    with fake_server(model, tmp_path, {"version": "0.6.1"}) as fake, SGLang(model.target, LAYERS, "auto", 64, fake.url):
-        assert "SGLang 0.6.1, tried was 0.5.23" in capsys.readouterr().err
-    refused(lambda: SGLang(model.target, LAYERS, "auto", 64), "SGLang cannot be imported", "--server-url", "--backend hf")
+    with fake_server(model, tmp_path, {"version": "0.6.1"}) as fake:
+        SGLang(model.target, LAYERS, "auto", 64, fake.url).close()
+    assert "SGLang 0.6.1, tried was 0.5.23" in capsys.readouterr().err
+    refused(lambda: SGLang(model.target, LAYERS, "auto", 64), "SGLang cannot be imported", "--server-url",
+            "--backend hf")
 
 
 def prepare(work, kind, layers, *more):
-    """Shards of transformers' in work/hf. Returns (arguments of the extraction, environment of SGLang's processes)."""
+    """Shards of transformers' in work/hf. Returns (arguments of the extraction, environment of SGLang's
+    processes)."""
     if not os.environ.get("SGLANG_PYTHON"):
-        pytest.skip("SGLANG_PYTHON is not set; it names the Python of an environment with SGLang, as .ci/run makes it")
+        pytest.skip("SGLANG_PYTHON is not set; it names the Python of an environment with SGLang, as .ci/run "
+                    "makes it")
     tiny.make_target(work / "target", kind, seed=3, head_dim=32)
     rows = tiny.conversations(20)
     rows[3]["messages"][1]["content"] *= 8
     tiny.write_rows(work / "rows.jsonl", rows)
-    arguments = ["--target", work / "target", "--data", work / "rows.jsonl", "--layers", layers, "--dtype", "float32", "--max-length", 256,
-                 "--max-new-tokens", 24, *more]
+    arguments = ["--target", work / "target", "--data", work / "rows.jsonl", "--layers", layers,
+                 "--dtype", "float32", "--max-length", 256, "--max-new-tokens", 24, *more]
     call("extract_hidden_states", *EXACT, *arguments, "--out", work / "hf")
-    return arguments, {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "sgl_shim"), "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1",
-                       "OMP_NUM_THREADS": "1"}
+    return arguments, {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "sgl_shim"),
+                       "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
@@ -278,12 +304,14 @@ def running(command, environment, log):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = command.replace("python -m", f"{shlex.quote(os.environ['SGLANG_PYTHON'])} -m") + f" --host 127.0.0.1 --port {port}"
-    command = command.replace("PYTHONPATH=", f"PYTHONPATH={environment['PYTHONPATH']}:")  # the stand-in's and ours
+    command = command.replace("python -m", f"{shlex.quote(os.environ['SGLANG_PYTHON'])} -m")
+    command = command.replace("PYTHONPATH=", f"PYTHONPATH={environment['PYTHONPATH']}:")  # and the stand-in's
+    command += f" --host 127.0.0.1 --port {port}"
     with open(log, "wb") as output:
-        process = subprocess.Popen(command, shell=True, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, shell=True, env=environment, stdout=output, stderr=output,
+                                   start_new_session=True)
     try:
-        _wait(process, f"http://127.0.0.1:{port}", log, 300)
+        wait_for_server(process, f"http://127.0.0.1:{port}", log, 300)
         yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -308,9 +336,10 @@ def check_equal(ours, theirs):
 
 def test_extraction_in_process(tmp_path):
     arguments, environment = prepare(tmp_path, "llama", "auto")
-    command = [os.environ["SGLANG_PYTHON"], ROOT / "extract_hidden_states.py", "--backend", "sglang", *EXACT, *arguments, "--out",
-               tmp_path / "sglang", "--server-arguments", CPU]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, cwd=tmp_path)
+    command = [os.environ["SGLANG_PYTHON"], ROOT / "extract_hidden_states.py", "--backend", "sglang", *EXACT,
+               *arguments, "--out", tmp_path / "sglang", "--server-arguments", CPU]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment,
+                          cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["samples"] == 20
     check_equal(tmp_path / "hf", tmp_path / "sglang")
@@ -321,11 +350,13 @@ def test_extraction_from_a_server(tmp_path):
     target, layers = open_target(tmp_path / "target"), [1, 4, 7]
     command = server_command(target, layers, "float32", 256, tmp_path / "states", shlex.split(CPU))
     with running(command, environment, tmp_path / "log") as url:
-        call("extract_hidden_states", *EXACT, *arguments, "--backend", "sglang", "--server-url", url, "--out", tmp_path / "sglang")
+        call("extract_hidden_states", *EXACT, *arguments, "--backend", "sglang", "--server-url", url,
+             "--out", tmp_path / "sglang")
         check_equal(tmp_path / "hf", tmp_path / "sglang")
         model = TargetModel(target, layers, "float32", device="cpu")
         generator = torch.Generator().manual_seed(0)
-        samples = [torch.randint(3, 300, (count,), generator=generator).tolist() for count in (40, 1, 256, 7, 130)]
+        samples = [torch.randint(3, 300, (count,), generator=generator).tolist()
+                   for count in (40, 1, 256, 7, 130)]
         with SGLang(target, layers, "float32", 256, url) as sglang:
             for ids, found in zip(samples, sglang.states(samples), strict=True):
                 for part, wanted in zip(found, model.states(torch.tensor([ids])), strict=True):

@@ -11,7 +11,8 @@ from common.conversations import json_object
 from tests.scripts import ROOT
 
 ENDS = [  # how a script is started, its exit code and what it says
-    ("> /dev/full", 1, "No space left on device"), (">&-", 1, "Bad file descriptor"), ("<&- >&-", 1, "Bad file descriptor"),
+    ("> /dev/full", 1, "No space left on device"), (">&-", 1, "Bad file descriptor"),
+        ("<&- >&-", 1, "Bad file descriptor"),
     ("| true", 0, ""), ("<&-", 0, ""),
 ]
 
@@ -19,10 +20,12 @@ ENDS = [  # how a script is started, its exit code and what it says
 @pytest.mark.parametrize(("redirection", "code", "words"), ENDS)
 def test_a_summary_that_cannot_be_written_is_told_in_one_sentence(redirection, code, words):
     script = "import sys; from common.cli import run; run(lambda: {'read': sys.stdin.read()})"
-    done = subprocess.run(["bash", "-c", f'set -o pipefail; "$0" -c "$1" {redirection}', sys.executable, script], cwd=ROOT,
+    done = subprocess.run(["bash", "-c", f'set -o pipefail; "$0" -c "$1" {redirection}', sys.executable,
+                           script], cwd=ROOT,
                           capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == code and words in done.stderr, done.stderr
-    assert done.stderr.count("\n") == bool(words) and done.stdout == ('{"read": ""}\n' if redirection == "<&-" else "")
+    assert done.stderr.count("\n") == bool(words)
+    assert done.stdout == ('{"read": ""}\n' if redirection == "<&-" else "")
 
 
 def test_arguments_are_utf8(monkeypatch):
@@ -35,7 +38,8 @@ def test_arguments_are_utf8(monkeypatch):
         parser.parse_args()
 
 
-@pytest.mark.parametrize("name", ["self", "messages", "tools", "continue_final_message", "return_assistant_tokens_mask", "padding"])
+@pytest.mark.parametrize("name", ["self", "messages", "tools", "continue_final_message",
+                                  "return_assistant_tokens_mask", "padding"])
 def test_template_arguments_that_rendering_sets_itself_are_refused(name):
     with pytest.raises(ArgumentTypeError, match=f"{name} is set by this script"):
         json_object(f'{{"enable_thinking": false, "{name}": true}}')

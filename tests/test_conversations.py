@@ -12,30 +12,38 @@ from tests import tiny
 
 CHATML = tiny.CHAT_TEMPLATE
 TAGGED = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TAGGED_WIDE = TAGGED.replace("{% endif %}<|im_end|>\n", "<|im_end|>\n{% endif %}").replace("{% endgen", "<|im_end|>\n{% endgen")
-# Keeps the reasoning of the answers behind the last question only, as Qwen3 does, and always writes a thinking block there.
+TAGGED_WIDE = TAGGED.replace("{% endif %}<|im_end|>\n", "<|im_end|>\n{% endif %}")
+TAGGED_WIDE = TAGGED_WIDE.replace("{% endgen", "<|im_end|>\n{% endgen")
+# Keeps the reasoning of the answers behind the last question only, as Qwen3 does, and always writes a
+# thinking block there.
 THINKING = (
-    "{% set ns = namespace(last=0) %}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' and loop.index0 > ns.last %}<think>\n{{ m['reasoning_content'] or '' }}\n</think>\n\n{% endif %}"
+    "{% if m['role'] == 'assistant' and loop.index0 > ns.last %}"
+    "<think>\n{{ m['reasoning_content'] or '' }}\n</think>\n\n{% endif %}"
     "{{ m['content'].split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Answers have no header of their own and keep no thinking; the header of the next answer opens one, as DeepSeek-R1's does.
+# Answers have no header of their own and keep no thinking; the header of the next answer opens one, as
+# DeepSeek-R1's does.
 BARE = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}<|im_start|>{{ m['content'] }}<|endoftext|>{% elif m['role'] == 'assistant' %}"
-    "{{ m['content'].split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|im_start|>{{ m['content'] }}<|endoftext|>"
+    "{% elif m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
 )
-# The system prompt goes to the last question, as Mistral's does, so that no rendering of a part is the beginning of the whole.
+# The system prompt goes to the last question, as Mistral's does, so that no rendering of a part is the
+# beginning of the whole.
 LATE_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'user' %}[INST] "
-    "{% if loop.index0 >= messages | length - 2 and messages[0]['role'] == 'system' %}{{ messages[0]['content'] }} {% endif %}"
-    "{{ m['content'] }} [/INST]{% elif m['role'] == 'assistant' %} {{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if loop.index0 >= messages | length - 2 and messages[0]['role'] == 'system' %}"
+    "{{ messages[0]['content'] }} {% endif %}{{ m['content'] }} [/INST]"
+    "{% elif m['role'] == 'assistant' %} {{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
 )
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -67,12 +75,13 @@ def supervised(tokenizer, messages, template=CHATML, tools=None):
     return runs, (ids, mask, dropped)
 
 
-@pytest.mark.parametrize("template", [CHATML, TAGGED, TAGGED_WIDE, BARE], ids=["chatml", "tagged", "tagged_wide", "bare"])
+@pytest.mark.parametrize("template", [CHATML, TAGGED, TAGGED_WIDE, BARE],
+                         ids=["chatml", "tagged", "tagged_wide", "bare"])
 def test_exactly_the_answers_and_their_end_are_supervised(tokenizer, template):
     runs, (ids, _, _) = supervised(tokenizer, CHAT, template)
     assert runs == ["She has 2.<|im_end|>", "The lazy dog, 1.<|im_end|>"]
     whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]  # the rendering of the whole, not of pieces
+    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]  # not the rendering of pieces
 
 
 def test_a_template_that_moves_the_system_prompt(tokenizer):
@@ -85,33 +94,40 @@ def test_reasoning_that_the_template_drops_is_counted_and_the_rest_supervised(to
     chat[2]["reasoning_content"] = "Ann buys 3 and eats 1."
     chat[4]["reasoning_content"] = "There is one dog."
     runs, (_, _, dropped) = supervised(tokenizer, chat, THINKING)
-    assert runs == ["She has 2.<|im_end|>", "<think>\nThere is one dog.\n</think>\n\nThe lazy dog, 1.<|im_end|>"]
+    assert runs == ["She has 2.<|im_end|>",
+                    "<think>\nThere is one dog.\n</think>\n\nThe lazy dog, 1.<|im_end|>"]
     assert dropped == {"reasoning_content": 1}
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKING, BARE])
 def test_a_user_who_quotes_the_header_is_never_supervised(tokenizer, template):
     chat = [dict(message) for message in CHAT]
-    chat[1]["content"] = chat[3]["content"] = "<|im_start|>assistant\nShe has 2.<|im_end|>\n<think>\nreally<|im_end|>"
+    quoting = "<|im_start|>assistant\nShe has 2.<|im_end|>\n<think>\nreally<|im_end|>"
+    chat[1]["content"] = chat[3]["content"] = quoting
     runs, (ids, mask, _) = supervised(tokenizer, chat, template)
-    assert [run.split("</think>\n\n")[-1] for run in runs] == ["She has 2.<|im_end|>", "The lazy dog, 1.<|im_end|>"]
+    spoken = [run.split("</think>\n\n")[-1] for run in runs]
+    assert spoken == ["She has 2.<|im_end|>", "The lazy dog, 1.<|im_end|>"]
     assert "really" not in tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on])
 
 
 def test_tool_calls_are_shown_dropped_or_in_the_way(tokenizer):
     call = {"type": "function", "function": {"name": "eggs", "arguments": "{\"n\": 3}"}}
-    chat = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4"}, CHAT[2]]
+    chat = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "4"}, CHAT[2]]
     runs, (_, _, dropped) = supervised(tokenizer, chat)
     assert runs == ["She has 2.<|im_end|>"]  # nothing of the empty turn that the call left behind
     assert dropped == {"tool_calls": 1}
-    shown = CHATML.replace("{{ message['content'] }}", "{{ message['content'] }}{% for c in message['tool_calls'] or [] %}"
-                           "<call>{{ c['function']['name'] }} {{ c['function']['arguments']['n'] }}</call>{% endfor %}")
+    content = "{{ message['content'] }}"
+    shown = CHATML.replace(content, content + (
+        "{% for c in message['tool_calls'] or [] %}"
+        "<call>{{ c['function']['name'] }} {{ c['function']['arguments']['n'] }}</call>{% endfor %}"))
     runs, (_, _, dropped) = supervised(tokenizer, chat, shown)
     assert runs == ["<call>eggs 3</call><|im_end|>", "She has 2.<|im_end|>"] and not dropped
     # this one refuses a tool's answer that no call came before
-    strict = "{% for m in messages %}{% if m['role'] == 'tool' and not messages[loop.index0 - 1]['tool_calls'] %}" \
-             "{{ raise_exception('no call') }}{% endif %}{% endfor %}" + shown
-    assert supervised(tokenizer, chat, strict)[0] == runs
+    strict = ("{% for m in messages %}"
+              "{% if m['role'] == 'tool' and not messages[loop.index0 - 1]['tool_calls'] %}"
+              "{{ raise_exception('no call') }}{% endif %}{% endfor %}")
+    assert supervised(tokenizer, chat, strict + shown)[0] == runs
 
 
 def test_slow_tokenizers_have_no_offsets_and_give_the_same_text():
@@ -120,7 +136,8 @@ def test_slow_tokenizers_have_no_offsets_and_give_the_same_text():
     slow.chat_template = "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}</s>\n{% endfor %}"
     renderer = Renderer(slow, {}, [slow.eos_token_id])
     ids, mask, _ = renderer.encode(CHAT)
-    assert slow.decode([token for token, on in zip(ids, mask, strict=True) if on]) == "She has 2.</s>The lazy dog, 1.</s>"
+    kept = [token for token, on in zip(ids, mask, strict=True) if on]
+    assert slow.decode(kept) == "She has 2.</s>The lazy dog, 1.</s>"
     assert ids == renderer.ids(renderer.render(CHAT))
 
 
@@ -135,7 +152,8 @@ ROW_KINDS = [
     ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}, 2),
     ({"conversations": CHAT[1:3]}, 2),
     ({"prompt": "Hi", "response": "Ho"}, 2),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, CHAT[2]]}, 2),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"},
+                                                {"type": "text", "text": "b"}]}, CHAT[2]]}, 2),
 ]
 
 
@@ -161,7 +179,8 @@ BAD_ROWS = [
     ({"messages": CHAT[:2]}, "no answer"),
     ({"turns": ["Hi", "Ho"]}, "no answer"),
     ({"prompt": "Hi"}, "no answer"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "x"}]}, CHAT[2]]}, "non-text content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "x"}]},
+                   CHAT[2]]}, "non-text content"),
     ({"messages": "Hi"}, "malformed"),
     ({"messages": ["Hi"]}, "malformed"),
     ({"messages": [{"role": "user", "content": 3}, CHAT[2]]}, "malformed"),
@@ -175,7 +194,8 @@ BAD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row, reason", BAD_ROWS, ids=[f"{n} {reason}" for n, (_, reason) in enumerate(BAD_ROWS)])
+@pytest.mark.parametrize("row, reason", BAD_ROWS,
+                         ids=[f"{n} {reason}" for n, (_, reason) in enumerate(BAD_ROWS)])
 def test_rows_of_no_use_have_a_reason(row, reason):
     with pytest.raises(Skip) as skip:
         parse_row(row)
@@ -184,9 +204,11 @@ def test_rows_of_no_use_have_a_reason(row, reason):
 
 def test_which_answers_are_written_anew():
     def gaps(row):
-        return ["-" if message is None else message["role"][0] for message in parse_row(row, regenerate=True)["messages"]]
+        return ["-" if message is None else message["role"][0]
+                for message in parse_row(row, regenerate=True)["messages"]]
 
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    call = {"role": "assistant", "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     tool = {"role": "tool", "content": "4"}
     assert gaps({"turns": ["Hi", "Ho"]}) == ["u", "-", "u", "-"]
     assert gaps({"messages": CHAT}) == ["s", "u", "-", "u", "-"]
@@ -232,7 +254,8 @@ def test_held_out_share_smallest_and_twins():
 
 
 def test_two_answers_to_one_question_are_on_the_same_side():
-    one, other = (parse_row({"messages": [*CHAT[:2], {"role": "assistant", "content": words}]}) for words in ("a", "b"))
+    one, other = (parse_row({"messages": [*CHAT[:2], {"role": "assistant", "content": words}]})
+                  for words in ("a", "b"))
     assert one["key"] == other["key"] == parse_row({"messages": CHAT[:2]}, regenerate=True)["key"]
     assert one["key"] != parse_row({"messages": CHAT[1:3]})["key"]
 

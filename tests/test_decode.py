@@ -1,4 +1,6 @@
-"""The local engine: what is drafted, what is accepted and counted, and that answers are those of plain decoding."""
+"""The local engine: what is drafted, what is accepted and counted, and that answers are those of plain
+decoding.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +10,18 @@ import eval_speculative as sampling_check
 from common import decode as engine
 from common.accept import figures
 from common.cli import UserError
-from common.decode import Answer, Draft, Group, Tree, cut, decode, distribution, pick, sampling_settings, transformers_generate
+from common.decode import (
+    Answer,
+    Draft,
+    Group,
+    Tree,
+    cut,
+    decode,
+    distribution,
+    pick,
+    sampling_settings,
+    transformers_generate,
+)
 from common.drafter import Drafter, drafter_config, load_drafter, save_drafter
 from common.target import default_layers, open_target
 from common.target_model import SlotCache, TargetModel
@@ -23,7 +36,8 @@ TREE = {"steps": 3, "topk": 3, "draft_tokens": 9}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return TargetModel(open_target(tiny.make_target(tmp_path_factory.mktemp("target"))), LAYERS, "float32", device="cpu")
+    return TargetModel(open_target(tiny.make_target(tmp_path_factory.mktemp("target"))), LAYERS, "float32",
+                       device="cpu")
 
 
 def prompts(count=3, length=9):
@@ -41,7 +55,8 @@ def ids(group):
 
 
 def speculate(model, path, prompt, limit=24, eos_ids=frozenset(), steps=STEPS, **tree):
-    return decode(model, [prompt], limit, eos_ids, load(model, path), **{"steps": steps, "draft_tokens": steps + 1, **tree}).answers[0]
+    return decode(model, [prompt], limit, eos_ids, load(model, path),
+                  **{"steps": steps, "draft_tokens": steps + 1, **tree}).answers[0]
 
 
 def oracle(monkeypatch, model, asked, wrong=lambda position: False):
@@ -49,7 +64,8 @@ def oracle(monkeypatch, model, asked, wrong=lambda position: False):
     plain = [ids(decode(model, [prompt], 100, frozenset()))[0] for prompt in asked]
 
     def whole(draft, row):  # the sequence is known by what was read of it, as rows leave the batch
-        return next(prompt + answer for prompt, answer in zip(asked, plain, strict=True) if prompt == draft.cache.prompts[row])
+        return next(prompt + answer for prompt, answer in zip(asked, plain, strict=True)
+                    if prompt == draft.cache.prompts[row])
 
     extend, move = Draft.extend, SlotCache.move
 
@@ -69,17 +85,22 @@ def oracle(monkeypatch, model, asked, wrong=lambda position: False):
         for row, length in enumerate(draft.cache.lengths):
             full = whole(draft, row)
             places = range(length + 1, length + 1 + steps)
-            tokens.append([full[place] + 1 if wrong(place - len(draft.cache.prompts[row])) else full[place] for place in places])
+            tokens.append([full[place] + 1 if wrong(place - len(draft.cache.prompts[row])) else full[place]
+                           for place in places])
         return Tree(torch.cat([roots[:, None], torch.tensor(tokens)], 1))
 
     def tree(draft, roots, steps, topk, draft_tokens):
-        """Two branches behind every node; the right token is on one that changes, and is missing where `wrong` says so."""
+        """Two branches behind every node; the right token is on one that changes, and is missing where
+        `wrong` says so.
+        """
         tokens = []
         for row, length in enumerate(draft.cache.lengths):
             full, own = whole(draft, row), [0]
             for depth in range(1, 3):
                 place = length + depth
-                right = full[place] if not wrong(place - len(draft.cache.prompts[row])) else (full[place] + 5) % 300
+                right = full[place]
+                if wrong(place - len(draft.cache.prompts[row])):
+                    right = (right + 5) % 300
                 pair = [right, right + 1] if place % 2 else [right + 1, right]
                 own += pair * (2 ** (depth - 1))
             tokens.append(own)
@@ -118,7 +139,9 @@ def test_answers_equal_plain_decoding(tmp_path, kind, size):
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma2", "mixtral", "gpt2"])
 @pytest.mark.parametrize("topk", [1, 2])
 def test_a_half_right_drafter_is_accepted_in_part_and_changes_nothing(tmp_path, monkeypatch, kind, topk):
-    """Caches of target and drafter are cut at every possible place; ids must stay those of plain decoding, of each row of a batch."""
+    """Caches of target and drafter are cut at every possible place; ids must stay those of plain decoding, of
+    each row of a batch.
+    """
     target = open_target(tiny.make_target(tmp_path / "target", kind))
     model = TargetModel(target, LAYERS, "float32", device="cpu")
     drafter = load(model, tiny.make_drafter(tmp_path / "drafter", target))
@@ -142,7 +165,8 @@ def test_constructed_drafters_give_exactly_steps_plus_1_and_1(model, tmp_path, m
         right = speculate(model, path, prompt, limit, steps=steps)
         found = figures(baseline, [Group([right], 1.0)], steps)
         assert right.ids == plain
-        assert found["accept_length"] == steps + 1 and found["acceptance"] == [1.0] * steps and found["verifications"] == 4
+        assert found["accept_length"] == steps + 1 and found["acceptance"] == [1.0] * steps
+        assert found["verifications"] == 4
         oracle(monkeypatch, model, [prompt], wrong=lambda place: True)
         wrong = speculate(model, path, prompt, limit, steps=steps)
         found = figures(baseline, [Group([wrong], 1.0)], steps)
@@ -153,7 +177,9 @@ def test_constructed_drafters_give_exactly_steps_plus_1_and_1(model, tmp_path, m
 
 @pytest.mark.parametrize("size", [None, 120])
 def test_drafting_equals_recomputation_step_by_step(model, tmp_path, monkeypatch, size):
-    """Every round's drafts against section-1 formulas in float64 without any cache, after accepted and rejected drafts alike."""
+    """Every round's drafts against section-1 formulas in float64 without any cache, after accepted and
+    rejected drafts alike.
+    """
     drafter, embedding, rows = load(model, tiny.make_drafter(tmp_path / "drafter", model.target, size))
     prompt = prompts(1)[0]
     full = prompt + ids(decode(model, [prompt], 60, frozenset()))[0]
@@ -166,7 +192,9 @@ def test_drafting_equals_recomputation_step_by_step(model, tmp_path, monkeypatch
         return head(draft, hidden)
 
     def half(draft, roots, steps, *more):
-        """Real drafting, whose result is replaced by the right tokens in every other round so that some are accepted."""
+        """Real drafting, whose result is replaced by the right tokens in every other round so that some are
+        accepted.
+        """
         logits.append([])
         chains.append(chain(draft, roots, steps, *more).tokens[0].tolist())
         right = full[draft.cache.lengths[0] + 1 : draft.cache.lengths[0] + 1 + steps]
@@ -174,7 +202,8 @@ def test_drafting_equals_recomputation_step_by_step(model, tmp_path, monkeypatch
 
     monkeypatch.setattr(Draft, "head", spy)
     monkeypatch.setattr(Draft, "chain", half)
-    answer = decode(model, [prompt], 24, frozenset(), (drafter, embedding, rows), steps=4, draft_tokens=5).answers[0]
+    answer = decode(model, [prompt], 24, frozenset(), (drafter, embedding, rows), steps=4,
+                    draft_tokens=5).answers[0]
     assert answer.ids == full[len(prompt) : len(prompt) + 24]
     root = len(prompt)
     assert len(chains) >= 6
@@ -189,7 +218,8 @@ def test_drafting_equals_recomputation_step_by_step(model, tmp_path, monkeypatch
 def slow_tree(drafter, embedding, rows, full, aux, t, steps, topk, draft_tokens):
     """EAGLE-2's tree behind row t, every node recomputed from nothing.
 
-    Returns ([(path of target ids, chance)], the likeliest of all nodes, and of each depth the logits [beams, D]).
+    Returns ([(path of target ids, chance)], the likeliest of all nodes, and of each depth the logits [beams,
+    D]).
     """
     beams, nodes, logits = [((), 1.0)], [], []
     for _ in range(steps):
@@ -198,10 +228,12 @@ def slow_tree(drafter, embedding, rows, full, aux, t, steps, topk, draft_tokens)
         for (path, chance), row in zip(beams, logits[-1], strict=True):
             share = row.softmax(-1)
             for token in share.argsort(descending=True)[:topk].tolist():
-                new.append((path + (token if rows is None else int(rows[token]),), chance * float(share[token])))
+                new.append((path + (token if rows is None else int(rows[token]),),
+                            chance * float(share[token])))
         nodes += new
         beams = sorted(new, key=lambda node: -node[1])[:topk]
-    return sorted(nodes, key=lambda node: -node[1])[: draft_tokens - 1], [torch.stack(rows) for rows in logits]
+    return sorted(nodes,
+                  key=lambda node: -node[1])[: draft_tokens - 1], [torch.stack(rows) for rows in logits]
 
 
 @pytest.mark.parametrize("size", [None, 120])
@@ -210,7 +242,8 @@ def test_a_tree_holds_the_likeliest_paths(model, tmp_path, monkeypatch, size):
     asked, trees, logits = prompts(2)[::-1], [], []  # the longest is sequence 0
     tree, head = Draft.tree, Draft.head
     monkeypatch.setattr(Draft, "head", lambda draft, hidden: logits.append(head(draft, hidden)) or logits[-1])
-    monkeypatch.setattr(Draft, "tree", lambda draft, *rest: trees.append((list(draft.cache.lengths), tree(draft, *rest))) or trees[-1][1])
+    monkeypatch.setattr(Draft, "tree", lambda draft,
+                        *rest: trees.append((list(draft.cache.lengths), tree(draft, *rest))) or trees[-1][1])
     group = decode(model, asked, 8, frozenset(), (drafter, embedding, rows), steps=4, topk=3, draft_tokens=12)
     for row, (prompt, answer) in enumerate(zip(asked, group.answers, strict=True)):
         full = prompt + answer.ids
@@ -222,20 +255,23 @@ def test_a_tree_holds_the_likeliest_paths(model, tmp_path, monkeypatch, size):
             paths = [tuple(tokens[row, ancestors[row, node]].tolist()[1:]) for node in range(12)]
             assert sorted(paths[1:]) == sorted(path for path, _ in wanted)
             for step, rows_wanted in enumerate(beams):  # what a branch attends to are its ancestors
-                assert torch.allclose(logits[4 * number + step][row].double(), rows_wanted, atol=1e-4, rtol=1e-4)
+                assert torch.allclose(logits[4 * number + step][row].double(), rows_wanted, atol=1e-4,
+                                      rtol=1e-4)
 
 
 def test_an_end_token_in_an_accepted_run_cuts(model, tmp_path, monkeypatch):
     path = tiny.make_drafter(tmp_path / "drafter", model.target)
     prompt = prompts(1)[0]
     plain = oracle(monkeypatch, model, [prompt])[0]
-    place = next(n for n in range(1, 40) if n % 4 == 2 and plain[n] not in plain[:n])  # the second draft of a round
+    # the second draft of a round
+    place = next(n for n in range(1, 40) if n % 4 == 2 and plain[n] not in plain[:n])
     answer = speculate(model, path, prompt, 60, eos_ids={plain[place]})
     assert answer.ids == plain[: place + 1] == ids(decode(model, [prompt], 60, {plain[place]}))[0]
     assert answer.accepted == [3] * (place // 4) + [2] and answer.reached == answer.accepted
 
 
-@pytest.mark.parametrize("limit, accepted, reached", [(1, [], []), (2, [1], [1]), (4, [3], [3]), (5, [3], [3]), (6, [3, 1], [3, 1])])
+@pytest.mark.parametrize("limit, accepted, reached",
+                         [(1, [], []), (2, [1], [1]), (4, [3], [3]), (5, [3], [3]), (6, [3, 1], [3, 1])])
 def test_the_limit_cuts(model, tmp_path, monkeypatch, limit, accepted, reached):
     path = tiny.make_drafter(tmp_path / "drafter", model.target)
     prompt = prompts(1)[0]
@@ -251,7 +287,9 @@ def test_cut():
 
 
 def test_a_token_outside_the_draft_vocabulary_is_a_miss(model, tmp_path):
-    """The head's only ids are ones that the target never writes: each verification counts, and accepts nothing."""
+    """The head's only ids are ones that the target never writes: each verification counts, and accepts
+    nothing.
+    """
     prompt = prompts(1)[0]
     written = set(ids(decode(model, [prompt], 24, frozenset()))[0])
     config = {**drafter_config(model.target, 20, LAYERS), "torch_dtype": "float32"}
@@ -273,9 +311,11 @@ def test_candidates_are_the_root_and_its_drafts(model, tmp_path):
 
 
 def test_chi_square_has_the_known_tail():
-    found = chi_square(torch.tensor([60.0, 40.0], dtype=torch.float64), torch.tensor([50.0, 50.0], dtype=torch.float64))
+    found = chi_square(torch.tensor([60.0, 40.0], dtype=torch.float64),
+                       torch.tensor([50.0, 50.0], dtype=torch.float64))
     assert found["chi_square"] == 4.0 and abs(found["p_value"] - 0.0455003) < 1e-6
-    found = chi_square(torch.tensor([30.0, 68.0, 2.0], dtype=torch.float64), torch.tensor([33.0, 66.0, 1.0], dtype=torch.float64))
+    found = chi_square(torch.tensor([30.0, 68.0, 2.0], dtype=torch.float64),
+                       torch.tensor([33.0, 66.0, 1.0], dtype=torch.float64))
     assert found["cells"] == 2  # what is expected only once is counted with its neighbour
 
 
@@ -290,11 +330,13 @@ FLAT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 @pytest.mark.parametrize("temperature, top_p", [(1e-5, 1.0), (1.0, 1e-300), (1e-5, 5e-324), (0.7, 1e-12)])
 def test_next_to_no_temperature_or_share_draws_the_likeliest(temperature, top_p):
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0)) * 30
-    drawn = pick(*distribution(logits, {"temperature": temperature, "top_p": top_p, "top_k": 0}), torch.rand(50, dtype=torch.float64))
+    drawn = pick(*distribution(logits, {"temperature": temperature, "top_p": top_p, "top_k": 0}),
+                 torch.rand(50, dtype=torch.float64))
     assert torch.equal(drawn, logits.argmax(-1))
 
 
-@pytest.mark.parametrize("values", [("1e-320", 1.0, 0), ("9e-6", 1.0, 0), ("nan", 1.0, 0), ("inf", 1.0, 0), ("1", 0.0, 0),
+@pytest.mark.parametrize("values", [("1e-320", 1.0, 0), ("9e-6", 1.0, 0), ("nan", 1.0, 0), ("inf", 1.0, 0),
+                                    ("1", 0.0, 0),
                                     (None, 1.0, 0), ("1", "all", 0), ("1", 1.0, [3])])
 def test_settings_that_cannot_be_drawn_with_are_refused(model, values):
     with pytest.raises(UserError, match="temperature of 0"):
@@ -311,9 +353,11 @@ def flat(tmp_path_factory):
 
 
 @pytest.mark.parametrize("draws, size, shape, sampling", [
-    (20000, 120, {}, FLAT), (4000, None, {}, FLAT), (4000, 120, {}, {"temperature": 1.5, "top_p": 0.9, "top_k": 0}),
+    (20000, 120, {}, FLAT), (4000, None, {}, FLAT), (4000, 120, {},
+                                                     {"temperature": 1.5, "top_p": 0.9, "top_k": 0}),
     (4000, None, {}, {"temperature": 1.3, "top_p": 1.0, "top_k": 12}), (4000, 120, TREE, FLAT)])
-def test_sampling_draws_from_the_targets_distribution(flat, tmp_path, monkeypatch, draws, size, shape, sampling):
+def test_sampling_draws_from_the_targets_distribution(flat, tmp_path, monkeypatch, draws, size, shape,
+                                                      sampling):
     monkeypatch.setattr(sampling_check, "BATCH", 1000)
     drafter = load(flat, tiny.make_drafter(tmp_path / "drafter", flat.target, size))
     shape = {"steps": 3, "topk": 1, "draft_tokens": 4, **shape}
@@ -327,7 +371,8 @@ def test_a_broken_sampler_is_caught(flat, tmp_path, monkeypatch, fault):
     drafter, embedding, rows = load(flat, tiny.make_drafter(tmp_path / "drafter", flat.target, 120))
     if fault == "accepts too much":
         judge = engine.judge
-        monkeypatch.setattr(engine, "judge", lambda *given: judge(*given[:-1], given[-1] * torch.tensor([0.0, 0.0, 0.0, 1.0])))
+        monkeypatch.setattr(engine, "judge",
+                            lambda *given: judge(*given[:-1], given[-1] * torch.tensor([0.0, 0.0, 0.0, 1.0])))
     elif fault == "draws the replacement from p":
         monkeypatch.setattr(torch.Tensor, "clamp_", lambda tensor, **_: tensor + 1)
     else:
@@ -345,8 +390,8 @@ def test_a_broken_sampler_is_caught(flat, tmp_path, monkeypatch, fault):
 
 @pytest.fixture(scope="module")
 def outside(flat, tmp_path_factory):
-    """(drafter, embedding, rows) whose draft vocabulary of 120 has neither the target's likeliest first token behind prompts(1)[0] nor
-    its likeliest second ones."""
+    """(drafter, embedding, rows) whose draft vocabulary of 120 has neither the target's likeliest first token
+    behind prompts(1)[0] nor its likeliest second ones."""
     prompt = prompts(1)[0]
     first = flat.logits(flat.states(torch.tensor([prompt]))[1][0, -1]).softmax(-1)
     favourites = {int(first.argmax())}
@@ -363,23 +408,27 @@ def outside(flat, tmp_path_factory):
 
 
 @pytest.mark.parametrize("shape", [{}, TREE])
-def test_the_targets_favourite_outside_the_map_is_drawn_as_often_as_it_should_be(flat, outside, monkeypatch, shape):
+def test_a_favourite_outside_the_map_is_drawn_as_often_as_it_should(flat, outside, monkeypatch, shape):
     monkeypatch.setattr(sampling_check, "BATCH", 1000)
-    found = check_sampling(flat, prompts(1)[0], 20000, FLAT, outside, **{"steps": 3, "topk": 1, "draft_tokens": 4, **shape},
+    found = check_sampling(flat, prompts(1)[0], 20000, FLAT, outside,
+                           **{"steps": 3, "topk": 1, "draft_tokens": 4, **shape},
                            numbers=numbers())
     assert found["cells"] > 20 and found["p_value"] > LEAST_CHANCE, found
 
 
 @pytest.mark.parametrize("fault", ["the draft vocabulary alone", "ids without the map"])
 def test_a_sampler_that_mistakes_the_map_is_caught(flat, outside, monkeypatch, fault):
-    """What replaces a draft is drawn from the draft vocabulary alone; the drafter's chances are taken for those of ids 0, 1, 2, ..."""
+    """What replaces a draft is drawn from the draft vocabulary alone; the drafter's chances are taken for
+    those of ids 0, 1, 2, ...
+    """
     monkeypatch.setattr(sampling_check, "BATCH", 1000)
     chain, rows = Draft.chain, outside[2]
     if fault == "the draft vocabulary alone":
         lost = torch.ones(flat.target.vocab_size, dtype=torch.bool).index_fill_(0, rows, False)
 
         def of_the_map(logits, sampling):
-            return distribution(logits.masked_fill(lost, -torch.inf) if logits.shape[-1] == len(lost) else logits, sampling)
+            return distribution(logits.masked_fill(lost, -torch.inf) if logits.shape[-1] == len(lost)
+                                else logits, sampling)
 
         monkeypatch.setattr(engine, "distribution", of_the_map)
     else:
@@ -394,8 +443,9 @@ def test_a_sampler_that_mistakes_the_map_is_caught(flat, outside, monkeypatch, f
     assert found["p_value"] < 1e-6, found
 
 
-@pytest.mark.parametrize("shape", [{"steps": 3, "topk": 1, "draft_tokens": 4}, TREE, {"steps": 2, "topk": 2, "draft_tokens": 5}])
-def test_draft_ms_is_of_one_depth_and_a_round_is_all_of_them_and_a_verification(model, tmp_path, monkeypatch, shape):
+@pytest.mark.parametrize("shape", [{"steps": 3, "topk": 1, "draft_tokens": 4}, TREE,
+                                   {"steps": 2, "topk": 2, "draft_tokens": 5}])
+def test_draft_ms_is_of_one_depth_a_round_of_all_and_a_verification(model, tmp_path, monkeypatch, shape):
     """On a clock that goes 1 s with every use of the head and 1,000 s with every verification."""
     now, head, judge_states = [0.0], Draft.head, TargetModel.judge_states
 
@@ -409,7 +459,8 @@ def test_draft_ms_is_of_one_depth_and_a_round_is_all_of_them_and_a_verification(
     monkeypatch.setattr(engine, "clock", lambda device: now[0])
     monkeypatch.setattr(Draft, "head", counted(head, 1.0))
     monkeypatch.setattr(TargetModel, "judge_states", counted(judge_states, 1000.0))
-    group = decode(model, prompts(2), 12, frozenset(), load(model, tiny.make_drafter(tmp_path / "drafter", model.target)), **shape)
+    group = decode(model, prompts(2), 12, frozenset(),
+                   load(model, tiny.make_drafter(tmp_path / "drafter", model.target)), **shape)
     found = figures(None, [group], shape["steps"])
     assert (found["draft_ms"], found["verify_ms"]) == (1000.0, 1_000_000.0)
     rounds = len(group.verify_seconds)
@@ -421,4 +472,5 @@ def test_a_drafter_that_overflows_changes_no_text(model, tmp_path):
     drafter.lm_head.weight.data.fill_(torch.nan)
     plain = decode(model, prompts(), 12, frozenset())
     for size in ({}, TREE):
-        assert ids(decode(model, prompts(), 12, frozenset(), (drafter, embedding, rows), **size)) == ids(plain)
+        assert ids(decode(model, prompts(), 12, frozenset(), (drafter, embedding, rows),
+                          **size)) == ids(plain)

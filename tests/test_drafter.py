@@ -13,9 +13,9 @@ from common.ttt import make_batch, ttt_hidden
 from tests import reference, tiny
 from tests.scripts import EXACT, call
 
-TENSORS = {"fc.weight", "norm.weight", "lm_head.weight", *(f"midlayer.{name}.weight" for name in (
-    "input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-    "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))}
+LAYER = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
+         "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+TENSORS = {"fc.weight", "norm.weight", "lm_head.weight", *(f"midlayer.{name}.weight" for name in LAYER)}
 
 
 @pytest.fixture(scope="module")
@@ -33,39 +33,54 @@ def export(target, folder, rows=None, layers=(2, 4, 5)):
 def test_names_dtypes_and_map_of_both_vocabularies(target, tmp_path):
     export(target, tmp_path / "full")
     export(target, tmp_path / "reduced", torch.arange(10, 60))
-    full, reduced = load_file(tmp_path / "full" / "model.safetensors"), load_file(tmp_path / "reduced" / "model.safetensors")
+    full = load_file(tmp_path / "full" / "model.safetensors")
+    reduced = load_file(tmp_path / "reduced" / "model.safetensors")
     assert full.keys() == TENSORS and reduced.keys() == TENSORS | {"d2t", "t2d"}
     assert {tensor.dtype for name, tensor in full.items()} == {torch.bfloat16}
-    assert torch.equal(reduced["d2t"], torch.full((50,), 10)) and reduced["d2t"].dtype == torch.int64  # offsets, not ids
-    assert reduced["t2d"].dtype == torch.bool and reduced["t2d"].nonzero()[:, 0].tolist() == list(range(10, 60))
+    # offsets, not ids
+    assert torch.equal(reduced["d2t"], torch.full((50,), 10)) and reduced["d2t"].dtype == torch.int64
+    assert reduced["t2d"].dtype == torch.bool
+    assert reduced["t2d"].nonzero()[:, 0].tolist() == list(range(10, 60))
     config = json.loads((tmp_path / "reduced" / "config.json").read_text())
     assert config["draft_vocab_size"] == 50 and config["vocab_size"] == target.vocab_size == 328
-    assert config["num_hidden_layers"] == 1 and config["tie_word_embeddings"] is False and config["max_position_embeddings"] == 512
-    assert not {"num_experts", "quantization_config", "sliding_window", "norm_before_residual", "layer_types"} & config.keys()
+    assert config["num_hidden_layers"] == 1 and config["tie_word_embeddings"] is False
+    assert config["max_position_embeddings"] == 512
+    assert not {"num_experts", "quantization_config", "sliding_window", "norm_before_residual",
+                "layer_types"} & config.keys()
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "qwen3", "gemma2", "mixtral", "llava", "gpt2"])
 def test_nothing_of_the_target_but_what_the_draft_has(tmp_path, kind):
-    """One layer, no biases, no experts, no quantisation, its own head, whatever the target's config says: these entries and no others."""
+    """One layer, no biases, no experts, no quantisation, its own head, whatever the target's config says:
+    these entries and no others.
+    """
     folder = tiny.make_target(tmp_path, kind)
     raw = json.loads((folder / "config.json").read_text())
     for part in (raw, raw.get("text_config", {})):
-        part |= {"attention_bias": True, "mlp_bias": True, "use_sliding_window": True, "sliding_window": 8, "n_routed_experts": 4,
-                 "quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "x.Y"}, "pretraining_tp": 2}
+        part |= {"attention_bias": True, "mlp_bias": True, "use_sliding_window": True, "sliding_window": 8,
+                 "n_routed_experts": 4,
+                 "quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "x.Y"},
+                 "pretraining_tp": 2}
     (folder / "config.json").write_text(json.dumps(raw))
     config = drafter_config(open_target(folder), 100, [2, 4, 5])
     assert config.keys() == {
-        "architectures", "model_type", "num_hidden_layers", "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "vocab_size",
-        "draft_vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_theta", "rope_scaling", "bos_token_id",
+        "architectures", "model_type", "num_hidden_layers", "hidden_size", "target_hidden_size",
+                             "intermediate_size", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings",
+                             "vocab_size",
+        "draft_vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_theta",
+                             "rope_scaling", "bos_token_id",
         "eos_token_id", "torch_dtype"}
-    assert config["num_hidden_layers"] == 1 and config["model_type"] == "llama" and config["hidden_act"] == "silu"
+    assert config["num_hidden_layers"] == 1 and config["model_type"] == "llama"
+    assert config["hidden_act"] == "silu"
     assert not config["attention_bias"] and not config["mlp_bias"] and not config["tie_word_embeddings"]
     assert config["draft_vocab_size"] == 100 and config["vocab_size"] == 328
 
 
 def test_an_embedding_is_the_targets_or_refused(tmp_path):
-    """vLLM drafts with what the folder holds, SGLang with the target's: a nearly equal one would make the two differ."""
+    """vLLM drafts with what the folder holds, SGLang with the target's: a nearly equal one would make the two
+    differ.
+    """
     target = open_target(tiny.make_target(tmp_path / "target"))
     out = tmp_path / "out"
     export(target, out)
@@ -79,22 +94,27 @@ def test_an_embedding_is_the_targets_or_refused(tmp_path):
     embedding[5, 7] *= 1.001
     for other in (embedding, embedding[:300].clone()):
         save_file({**tensors, "embed_tokens.weight": other}, out / "model.safetensors")
-        with pytest.raises(UserError, match=r"holds an embed_tokens.weight, .* not the one of .*, \[328, 64\]"):
+        with pytest.raises(UserError,
+                           match=r"holds an embed_tokens.weight, .* not the one of .*, \[328, 64\]"):
             check_embedding(out, target)
 
 
 def test_drafting_past_the_training_length(tmp_path):
-    """Trained on 40 tokens, drafting at position 300 follows the formulas, and serving may go as far as the target."""
+    """Trained on 40 tokens, drafting at position 300 follows the formulas, and serving may go as far as the
+    target.
+    """
     target = tiny.make_target(tmp_path / "target")
     tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(4))
     call("extract_hidden_states", "--target", target, "--data", tmp_path / "rows.jsonl",
          "--out", tmp_path / "shards", "--max-length", 40, *EXACT)
-    call("train_drafter", "--shards", tmp_path / "shards", "--target", target, "--out", tmp_path / "out", "--draft-vocab", "full",
+    call("train_drafter", "--shards", tmp_path / "shards", "--target", target, "--out", tmp_path / "out",
+         "--draft-vocab", "full",
          "--ttt-steps", 2, "--max-steps", 1)
     drafter, _ = load_drafter(tmp_path / "out")
     assert drafter.config["max_position_embeddings"] == 512
     torch.manual_seed(0)
-    ids, aux, embedding = torch.randint(0, 328, (304,)), torch.randn(304, 3 * 64), open_target(target).embedding().float()
+    ids, aux = torch.randint(0, 328, (304,)), torch.randn(304, 3 * 64)
+    embedding = open_target(target).embedding().float()
     sample = {"input_ids": ids, "loss_mask": torch.ones(304), "aux_hidden_states": aux, "target_argmax": ids}
     with torch.no_grad():
         hidden = ttt_hidden(drafter, embedding, make_batch([sample]), torch.tensor([300]), 3)
@@ -113,7 +133,8 @@ def test_reload_gives_the_same_logits(target, tmp_path):
 
 @pytest.mark.parametrize("rope", [
     {"rope_type": "default", "rope_theta": 5000.0},
-    {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+     "high_freq_factor": 4.0,
      "original_max_position_embeddings": 128},
     {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
@@ -155,8 +176,10 @@ def test_rotary_settings_of_a_target_in_the_old_spelling(tmp_path, old):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rope = {"rope_theta": 5000.0, **(old or {}), "rope_type": (old or {}).get("type", "default")}
-    wanted = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope))
-    assert torch.equal(drafter.inverse_frequencies, wanted.inv_freq) and drafter.rope_factor == wanted.attention_scaling
+    wanted = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4,
+                                              max_position_embeddings=512, rope_parameters=rope))
+    assert torch.equal(drafter.inverse_frequencies, wanted.inv_freq)
+    assert drafter.rope_factor == wanted.attention_scaling
 
 
 def test_gemma3_takes_the_global_rope(tmp_path):
@@ -184,7 +207,8 @@ def test_a_layer_that_sglang_cannot_name_is_refused():
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda t: t.pop("fc.weight"), r"fc.weight is missing"),
-    (lambda t: t.update({"model.extra.weight": torch.zeros(1)}), r"model.extra.weight is \(1,\), no such tensor is wanted"),
+    (lambda t: t.update({"model.extra.weight": torch.zeros(1)}),
+     r"model.extra.weight is \(1,\), no such tensor is wanted"),
     (lambda t: t.pop("d2t"), "no d2t and t2d"),
     (lambda t: t.update(d2t=torch.arange(10, 60)), "absolute target ids"),
     (lambda t: t["d2t"].__setitem__(3, 30), "not the same ascending ids"),
@@ -199,7 +223,8 @@ def test_broken_exports_are_refused(target, tmp_path, change, words):
 
 
 @pytest.mark.parametrize(("stated", "wanted"), [
-    ({"torch_dtype": None}, "bfloat16"), ({"torch_dtype": None, "dtype": "float32"}, "float32"), ({"torch_dtype": "float16"}, "float16"),
+    ({"torch_dtype": None}, "bfloat16"), ({"torch_dtype": None, "dtype": "float32"}, "float32"),
+                                                ({"torch_dtype": "float16"}, "float16"),
     ({"torch_dtype": "auto"}, None), ({"torch_dtype": 5}, None),
 ])
 def test_a_drafters_dtype_is_one_that_can_be_written(target, tmp_path, stated, wanted):
@@ -224,4 +249,5 @@ def test_a_full_drafter_with_a_map_is_refused(target, tmp_path):
 def test_heads_need_not_divide_the_hidden_size(tmp_path):
     target = open_target(tiny.make_target(tmp_path / "target"))
     drafter, _ = load_drafter(tiny.make_drafter(tmp_path / "drafter", target, num_attention_heads=6))
-    assert target.hidden_size % 6 and drafter.midlayer["self_attn"]["q_proj"].weight.shape == (6 * 16, 2 * target.hidden_size)
+    assert target.hidden_size % 6
+    assert drafter.midlayer["self_attn"]["q_proj"].weight.shape == (6 * 16, 2 * target.hidden_size)

@@ -1,4 +1,6 @@
-"""extract_hidden_states.py on several processes, killed at any moment, and on a full disk: the same shards as in one go."""
+"""extract_hidden_states.py on several processes, killed at any moment, and on a full disk: the same shards as
+in one go.
+"""
 
 import json
 import multiprocessing
@@ -20,22 +22,26 @@ from tqdm import tqdm
 import common.cli
 import extract_hidden_states
 from common.cli import UserError
-from common.files import lock_folder, replace_file, sha256_file
+from common.files import lock_folder, read_sealed, replace_file, sha256_file, write_sealed
 from common.shards import Shards
 from tests import tiny
 from tests.scripts import EXACT, ROOT, call
 
 OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.chmod"}
 
-# Each run is a process of its own, forked from one that has imported everything and done nothing else: a start takes no second.
+# Each run is a process of its own, forked from one that has imported everything and done nothing else: a
+# start takes no second.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["extract_hidden_states", "accelerate", "transformers.models.llama.modeling_llama",
+PROCESSES.set_forkserver_preload(["extract_hidden_states", "accelerate",
+                                  "transformers.models.llama.modeling_llama",
                                   "tests.test_extract_kill"])
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A tiny target, rows of which one cannot be used, and the shards of one undisturbed process, 11 of them and an empty block."""
+    """A tiny target, rows of which one cannot be used, and the shards of one undisturbed process, 11 of them
+    and an empty block.
+    """
     folder = tmp_path_factory.mktemp("extract")
     tiny.make_target(folder / "target")
     rows = tiny.conversations(24)
@@ -46,12 +52,15 @@ def work(tmp_path_factory):
 
 
 def flags(work, out):
-    return ["--target", str(work / "target"), "--data", str(work / "rows.jsonl"), "--out", str(out), "--block-lines", "2", "--regenerate",
+    return ["--target", str(work / "target"), "--data", str(work / "rows.jsonl"), "--out", str(out),
+            "--block-lines", "2", "--regenerate",
             "--max-new-tokens", "6", "--temperature", "1", *EXACT]
 
 
 def _extract(arguments, log, launched, fatal):
-    """One process of a run, its words in the file `log`; killed with SIGKILL before its file operation number `fatal`."""
+    """One process of a run, its words in the file `log`; killed with SIGKILL before its file operation number
+    `fatal`.
+    """
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -80,12 +89,14 @@ def start(work, out, processes=1, fatal=None, more=()):
     if processes > 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            launched = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1],
+            launched = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": probe.getsockname()[1],
                         "ACCELERATE_USE_CPU": "true"}
     log = out.with_suffix(".log")
     log.unlink(missing_ok=True)
     started = [PROCESSES.Process(target=_extract, args=([*flags(work, out), *more], str(log),
-                                                        launched | ({"RANK": rank, "LOCAL_RANK": rank} if launched else {}), fatal))
+                                                        launched | ({"RANK": rank, "LOCAL_RANK": rank}
+                                                                    if launched else {}), fatal))
                for rank in range(processes)]
     for process in started:
         process.start()
@@ -96,7 +107,8 @@ def finish(work, out, processes=1, more=()):
     started = start(work, out, processes, more=more)
     for process in started:
         process.join(120)
-    assert [process.exitcode for process in started] == [0] * processes, out.with_suffix(".log").read_text()[-3000:]
+    assert [process.exitcode
+            for process in started] == [0] * processes, out.with_suffix(".log").read_text()[-3000:]
 
 
 def shards(out):
@@ -117,7 +129,7 @@ def listed(out):
     found = {}
     for path in (out / "manifest.json", *out.glob("journal-*.json")):
         if path.exists():
-            entries = json.loads(path.read_text())
+            entries = read_sealed(path)
             for entry in entries.get("shards", entries.get("finished")):
                 if "file" in entry:
                     file = out / entry["file"]
@@ -126,7 +138,9 @@ def listed(out):
 
 
 def kill_and_go_on(work, out, processes, resumed, chosen, seconds):
-    """Kill all processes at a random moment, or each before a random file operation, and go on with another number of them."""
+    """Kill all processes at a random moment, or each before a random file operation, and go on with another
+    number of them.
+    """
     by_time = chosen.random() < 0.5
     started = start(work, out, processes, None if by_time else chosen.randrange(60 // processes))
     if by_time:
@@ -153,7 +167,8 @@ def kill_often(work, folder, times, seed):
     seconds = time.monotonic() - begun
     for n in range(times):
         processes = 2 if n % 5 == 4 else 1
-        landed.append(kill_and_go_on(work, folder / f"killed-{n}", processes, chosen.choice((1, 1, 1, 2)) if processes == 1 else 1, chosen,
+        landed.append(kill_and_go_on(work, folder / f"killed-{n}", processes,
+                                     chosen.choice((1, 1, 1, 2)) if processes == 1 else 1, chosen,
                                      seconds * processes))
     return landed
 
@@ -180,18 +195,23 @@ def test_the_shards_do_not_depend_on_the_number_of_processes(work, tmp_path, pro
 
 def test_under_torchrun_rank_0_speaks(work, tmp_path):
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "extract_hidden_states.py"]
-    done = subprocess.run([*command, *flags(work, tmp_path / "out")], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               ROOT / "extract_hidden_states.py"]
+    done = subprocess.run([*command, *flags(work, tmp_path / "out")], capture_output=True, text=True,
+                          env=environment)
     assert done.returncode == 0 and json.loads(done.stdout)["samples"] == 22, done.stderr
     assert_whole(work, tmp_path / "out")
     assert done.stderr.count("22 of 24 rows") == 1
-    done = subprocess.run([*command, *flags(work, tmp_path / "out"), "--max-length", "99"], capture_output=True, text=True, env=environment)
-    assert done.returncode and done.stdout == "" and done.stderr.count("max_length 512, this command has 99") == 1
+    done = subprocess.run([*command, *flags(work, tmp_path / "out"), "--max-length", "99"],
+                          capture_output=True, text=True, env=environment)
+    assert done.returncode and done.stdout == ""
+    assert done.stderr.count("max_length 512, this command has 99") == 1
 
 
 def test_two_commands_on_one_folder(work, tmp_path):
     out = shutil.copytree(work / "once", tmp_path / "out")
-    with lock_folder(out, "written", shared=True), pytest.raises(UserError, match="being written by another process"):
+    words = "being written by another process"
+    with lock_folder(out, "written", shared=True), pytest.raises(UserError, match=words):
         call("extract_hidden_states", *flags(work, out))
     call("extract_hidden_states", *flags(work, out))
 
@@ -200,7 +220,8 @@ def test_two_commands_on_one_folder(work, tmp_path):
 def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", folder],
+                      capture_output=True).returncode:
         pytest.skip("no small file system can be mounted here")
     yield folder
     subprocess.run(["umount", folder], check=True)
@@ -219,11 +240,13 @@ def test_a_full_disk(work, small_disk, monkeypatch, capsys, told):
     with pytest.raises(SystemExit) as left:
         common.cli.run(extract_hidden_states.main)
     words = capsys.readouterr().err.splitlines()[-1]
-    assert left.value.code == 1 and ("left and the next shard needs" if told else "the disk is full: no room for") in words, words
+    assert left.value.code == 1 and ("left and the next shard needs" if told
+                                     else "the disk is full: no room for") in words, words
     finished = listed(out)
     assert 0 < len(finished) < 11 and all(said == found for said, found, _ in finished.values())
     # the list of what is finished may itself find no room: then a shard is whole and will be made again
-    assert shards(out).items() <= shards(work / "once").items() and len(shards(out)) - len(finished) <= (not told)
+    assert shards(out).items() <= shards(work / "once").items()
+    assert len(shards(out)) - len(finished) <= (not told)
     assert {file.name for file in out.iterdir()} == {".lock", "manifest.json", *shards(out)}
     with pytest.raises(OSError, match="No space left on device"):  # safetensors' own kind of error, too
         replace_file(out / "large", lambda path: save_file({"a": torch.zeros(1 << 20)}, path))
@@ -242,21 +265,30 @@ def test_damaged_and_foreign_shards_are_named(work, tmp_path, capsys):
     Shards(out, verify=True)
     path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     Shards(out)
-    with pytest.raises(UserError, match=rf"shard-00004.safetensors has hash {sha256_file(path)}, the manifest says [0-9a-f]{{64}}"):
+    with pytest.raises(UserError,
+                       match=rf"shard-00004.safetensors has hash {sha256_file(path)}, "
+                             r"the manifest says [0-9a-f]{64}"):
         Shards(out, verify=True)
     path.write_bytes(before[:-1])
-    with pytest.raises(UserError, match=f"shard-00004.safetensors has {len(before) - 1} bytes, the manifest says {len(before)}"):
+    with pytest.raises(UserError,
+                       match=f"shard-00004.safetensors has {len(before) - 1} bytes, "
+                             f"the manifest says {len(before)}"):
         Shards(out)
     path.unlink()
     with pytest.raises(UserError, match="shard-00004.safetensors is listed in the manifest and missing"):
         Shards(out)
     shutil.copy(out / "shard-00005.safetensors", path)
-    manifest = json.loads((out / "manifest.json").read_text())
+    manifest = read_sealed(out / "manifest.json")
     entries = {entry["file"]: entry for entry in manifest["shards"]}
     entries[path.name]["bytes"] = path.stat().st_size
     entries[path.name]["rows"] += entries[path.name]["rows"] == entries["shard-00005.safetensors"]["rows"]
     (out / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"shard-00004.safetensors holds input_ids of \d+ rows, the manifest says \d+"):
+    for refused in (lambda: Shards(out), lambda: call("extract_hidden_states", *flags(work, out))):
+        with pytest.raises(UserError, match="manifest.json was changed after it was written"):
+            refused()
+    write_sealed(out / "manifest.json", manifest)
+    with pytest.raises(UserError,
+                       match=r"shard-00004.safetensors holds input_ids of \d+ rows, the manifest says \d+"):
         Shards(out)
     shutil.rmtree(out)
     shutil.copytree(work / "once", out)

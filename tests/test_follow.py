@@ -1,4 +1,6 @@
-"""extract_hidden_states.py --max-disk-gb and train_drafter.py --follow: one epoch over shards that are removed once they are read."""
+"""extract_hidden_states.py --max-disk-gb and train_drafter.py --follow: one epoch over shards that are
+removed once they are read.
+"""
 
 import json
 import multiprocessing
@@ -9,7 +11,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 import extract_hidden_states
 from common.cli import UserError
-from common.files import write_json
+from common.files import read_sealed, write_json, write_sealed
 from common.shards import ACKNOWLEDGED, Shards, read_manifest
 from extract_hidden_states import take_over
 from tests import tiny
@@ -27,15 +28,19 @@ from tests.scripts import EXACT, call, shell
 from train_drafter import Stream, expected_tokens, schedule
 
 ROOM = 0.0011  # GB, of which the held-out samples take a third; a shard takes 0.15 MB
-# Each run is a process of its own, forked from one that has imported everything and done nothing else: a start takes no second.
+# Each run is a process of its own, forked from one that has imported everything and done nothing else: a
+# start takes no second.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["train_drafter", "extract_hidden_states", "accelerate", "transformers.models.llama.modeling_llama",
+PROCESSES.set_forkserver_preload(["train_drafter", "extract_hidden_states", "accelerate",
+                                  "transformers.models.llama.modeling_llama",
                                   "tests.test_follow"])
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A tiny target, its rows, the shards of an extraction that never had to wait, and a drafter that followed it."""
+    """A tiny target, its rows, the shards of an extraction that never had to wait, and a drafter that
+    followed it.
+    """
     folder = tmp_path_factory.mktemp("follow")
     tiny.make_target(folder / "target")
     rows = tiny.conversations(120)
@@ -47,12 +52,14 @@ def work(tmp_path_factory):
 
 
 def extraction(work, out, room):
-    return ["--target", str(work / "target"), "--data", str(work / "rows.jsonl"), "--out", str(out), "--block-lines", "8", "--heldout",
+    return ["--target", str(work / "target"), "--data", str(work / "rows.jsonl"), "--out", str(out),
+            "--block-lines", "8", "--heldout",
             "0.1", "--max-disk-gb", str(room)]
 
 
 def training(work, shards, out, *more):
-    return ["--target", str(work / "target"), "--shards", str(shards), "--out", str(out), "--draft-vocab", "full", "--follow",
+    return ["--target", str(work / "target"), "--shards", str(shards), "--out", str(out), "--draft-vocab",
+            "full", "--follow",
             "--batch-tokens", "256", "--eval-every", "4", *map(str, more)]
 
 
@@ -86,7 +93,9 @@ def same_drafter(one, other):
 
 
 def test_a_bounded_disk_gives_the_same_drafter(work, tmp_path):
-    """Both at once: never more shards than the bound, in the end all were read, and the drafter is that of an unbounded disk."""
+    """Both at once: never more shards than the bound, in the end all were read, and the drafter is that of an
+    unbounded disk.
+    """
     shards, out = tmp_path / "shards", tmp_path / "drafter"
     running = [start("train_drafter", training(work, shards, out), tmp_path / "train.log"),
                start("extract_hidden_states", extraction(work, shards, ROOM), tmp_path / "extract.log")]
@@ -100,10 +109,12 @@ def test_a_bounded_disk_gives_the_same_drafter(work, tmp_path):
     assert same_drafter(out, work / "drafter")
     manifest = read_manifest(shards)
     assert manifest["complete"] and manifest["done"] == read_manifest(work / "shards")["done"]
-    left = call("extract_hidden_states", *extraction(work, shards, ROOM))  # once more: removes what was read last
+    # once more: removes what was read last
+    left = call("extract_hidden_states", *extraction(work, shards, ROOM))
     assert left["samples"] == manifest["done"]["samples"]
     aside = manifest["planned"]["heldout_blocks"]
-    assert sorted(path.name for path in shards.glob("shard-*")) == [f"shard-{block:05d}.safetensors" for block in range(aside)]
+    names = [f"shard-{block:05d}.safetensors" for block in range(aside)]
+    assert sorted(path.name for path in shards.glob("shard-*")) == names
     held = Shards(shards, first=0)
     assert held.heldout.all() and len(held.index) == manifest["done"]["heldout_samples"] > 3
     with pytest.raises(UserError, match=r"lacks 1\d of its shards"):
@@ -136,11 +147,14 @@ def test_either_side_killed(work, tmp_path, seed):
             kills += 1
     print(f"{kills} kills")
     assert kills >= 3 and same_drafter(out, work / "drafter")
-    assert most <= ROOM * 1e9 + 0.4e6  # a killed extraction's half-written shard stays until it is begun again
+    # a killed extraction's half-written shard stays until it is begun again
+    assert most <= ROOM * 1e9 + 0.4e6
 
 
-def options(**changed):
-    return SimpleNamespace(**{"seed": 0, "batch_tokens": 256, "max_steps": None, **changed})
+def stream_of(work, shards=None, **changed):
+    """As the drafter of `work` follows its shards, or others."""
+    settings = {"batch_tokens": 256, "max_steps": None, "seed": 0, **changed}
+    return Stream(shards or Shards(work / "shards", first=0), work / "drafter", **settings)
 
 
 def walk(stream, until=None):
@@ -154,49 +168,58 @@ def walk(stream, until=None):
 
 
 def test_every_sample_once_and_resumed_anywhere(work, tmp_path):
-    steps, positions = walk(Stream(Shards(work / "shards", first=0), options(), work / "drafter"))
+    steps, positions = walk(stream_of(work))
     everything = Shards(work / "shards")
-    wanted = {(everything.entries[shard]["file"], row) for shard, row, _, held, *_ in everything.index.tolist() if not held}
+    wanted = {(everything.entries[shard]["file"], row) for shard, row, _, held,
+              *_ in everything.index.tolist() if not held}
     taken = [sample for step in steps for sample in step]
     assert len(taken) == len(wanted) and set(taken) == wanted
-    assert positions[-1] == {"block": everything.manifest["planned"]["blocks"], "taken": 0, "samples": len(taken)}
+    assert positions[-1] == {"block": everything.manifest["planned"]["blocks"], "taken": 0,
+                             "samples": len(taken)}
     files = [file for file, _ in taken]
     assert files == sorted(files) and taken != sorted(taken)  # shard after shard, shuffled inside
     assert any(len({file for file, _ in step}) == 2 for step in steps), "no step reaches over a shard's end"
     for number in range(0, len(positions), 3):
-        again = Stream(Shards(work / "shards", first=0), options(), work / "drafter")
+        again = stream_of(work)
         again.position = positions[number]
         assert walk(again)[0] == steps[number + 1 :]
-    assert walk(Stream(Shards(work / "shards", first=0), options(seed=1), work / "drafter"))[0] != steps
+    assert walk(stream_of(work, seed=1))[0] != steps
 
 
 def test_steps_and_schedule_come_from_the_plan(work, tmp_path):
-    """Expected tokens are the planned ones; the rate's place is the share of the planned samples that are gone."""
+    """Expected tokens are the planned ones; the rate's place is the share of the planned samples that are
+    gone.
+    """
     shards = Shards(work / "shards", first=0)
     everything = Shards(work / "shards")
     tokens = int(everything.index[~everything.heldout, 2].sum())
     assert expected_tokens(shards) == tokens
-    stream = Stream(shards, options(), work / "drafter")
+    stream = stream_of(work, shards)
     assert (stream.steps, stream.samples) == (round(tokens / 256), int((~everything.heldout).sum()))
-    assert stream.place({"samples": stream.samples // 2, "step": 3}) == pytest.approx(stream.steps / 2, rel=0.02)
-    few = Stream(shards, options(max_steps=4), work / "drafter")
+    place = stream.place({"samples": stream.samples // 2, "step": 3})
+    assert place == pytest.approx(stream.steps / 2, rel=0.02)
+    few = stream_of(work, shards, max_steps=4)
     assert (few.steps, few.place({"samples": 0, "step": 3})) == (4, 3)
-    assert max(schedule(place / 7, 40, 0.3) for place in range(280)) == 1.0  # between two steps of the warm-up, too
-    shards.manifest["planned"]["heldout_tokens"] *= 2  # as of answers that came out half as long as they could be
+    # between two steps of the warm-up, too
+    assert max(schedule(place / 7, 40, 0.3) for place in range(280)) == 1.0
+    # as of answers that came out half as long as they could be
+    shards.manifest["planned"]["heldout_tokens"] *= 2
     planned = shards.manifest["planned"]
     assert expected_tokens(shards) == (planned["tokens"] - planned["heldout_tokens"]) // 2
 
 
 def test_a_checkpoint_is_due_before_the_room_is_needed(work, tmp_path):
     shards = Shards(work / "shards", first=0)
-    stream = Stream(shards, options(), work / "drafter")
+    stream = stream_of(work, shards)
     first = stream.planned["heldout_blocks"]
-    stream.acknowledged, stream.planned = first, {**stream.planned, "room": 2 * sum(stream.planned["block_bytes"][first : first + 3])}
+    room = 2 * sum(stream.planned["block_bytes"][first : first + 3])
+    stream.acknowledged, stream.planned = first, {**stream.planned, "room": room}
     assert [stream.due(first + read) for read in range(5)] == [False, False, False, False, True]
     sizes, reached = stream.planned["block_bytes"], []
-    large = Stream(shards, options(batch_tokens=4096), work / "drafter")
+    large = stream_of(work, shards, batch_tokens=4096)
     large.planned, start = stream.planned, first
-    while found := large.step(0):  # more tokens than may be there: a step ends before it reaches over half of the room
+    # more tokens than may be there: a step ends before it reaches over half of the room
+    while found := large.step(0):
         end = found[1]["block"] + (found[1]["taken"] > 0)
         assert sum(sizes[start:end]) <= stream.planned["room"] / 2
         reached.append(end - start)
@@ -205,19 +228,27 @@ def test_a_checkpoint_is_due_before_the_room_is_needed(work, tmp_path):
 
 
 def test_regenerated_answers_follow_too(work, tmp_path):
-    """Planned tokens are the most that answers can be; what the held-out ones came to says what is expected."""
-    tiny.write_rows(tmp_path / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(60)])
-    call("extract_hidden_states", "--target", work / "target", "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "shards",
-         "--regenerate", "--max-new-tokens", 40, "--heldout", 0.2, "--block-lines", 8, "--max-disk-gb", 1, *EXACT)
+    """Planned tokens are the most that answers can be; what the held-out ones came to says what is
+    expected.
+    """
+    tiny.write_rows(tmp_path / "rows.jsonl",
+                    [{"messages": row["messages"][:1]} for row in tiny.conversations(60)])
+    call("extract_hidden_states", "--target", work / "target", "--data", tmp_path / "rows.jsonl", "--out",
+         tmp_path / "shards",
+         "--regenerate", "--max-new-tokens", 40, "--heldout", 0.2, "--block-lines", 8, "--max-disk-gb", 1,
+         *EXACT)
     shards, everything = Shards(tmp_path / "shards", first=0), Shards(tmp_path / "shards")
     tokens, planned = int(everything.index[~everything.heldout, 2].sum()), everything.manifest["planned"]
-    assert abs(expected_tokens(shards) / tokens - 1) < 0.1 < (planned["tokens"] - planned["heldout_tokens"]) / tokens - 1
+    assert abs(expected_tokens(shards) / tokens - 1) < 0.1
+    assert (planned["tokens"] - planned["heldout_tokens"]) / tokens - 1 > 0.1
     for entry in everything.manifest["shards"]:
         assert entry["bytes"] <= planned["block_bytes"][entry["block"]]
 
 
 def test_a_map_of_the_first_shards(work, tmp_path):
-    """Counted while the extraction waits, from shards that are named: the same however many are there. And training follows with it."""
+    """Counted while the extraction waits, from shards that are named: the same however many are there. And
+    training follows with it.
+    """
     shards, out = tmp_path / "shards", tmp_path / "map"
     writing = start("extract_hidden_states", extraction(work, shards, ROOM), tmp_path / "log")
     arguments = ("--draft-vocab", 100, "--first-shards", 2, "--out", out)
@@ -238,7 +269,8 @@ def test_a_map_of_the_first_shards(work, tmp_path):
     own[own.index("full")] = "100"
     done = call("train_drafter", *own)
     writing.join()
-    assert done["coverage"] is None and 0.5 < done["coverage_heldout"] == pytest.approx(made["coverage_heldout"])
+    assert done["coverage"] is None
+    assert 0.5 < done["coverage_heldout"] == pytest.approx(made["coverage_heldout"])
     with pytest.raises(UserError, match="first shards that are wanted|lacks"):
         call("build_vocab_map", "--shards", shards, *arguments, "--force")  # those are gone
 
@@ -246,7 +278,8 @@ def test_a_map_of_the_first_shards(work, tmp_path):
 def test_no_shard_is_larger_than_planned(work):
     manifest = read_manifest(work / "shards")
     planned = manifest["planned"]["block_bytes"]
-    assert all(0.8 * planned[entry["block"]] < entry["bytes"] <= planned[entry["block"]] for entry in manifest["shards"])
+    assert all(0.8 * planned[entry["block"]] < entry["bytes"] <= planned[entry["block"]]
+               for entry in manifest["shards"])
 
 
 @pytest.mark.parametrize("steps", [1, 6])
@@ -266,25 +299,35 @@ def test_refusals(work, tmp_path):
             call(script, *arguments)
 
     own = training(work, work / "shards", tmp_path / "out")
-    refused("at most 15 shards", "build_vocab_map", "--shards", work / "shards", "--draft-vocab", 100, "--first-shards", 500, "--out",
+    refused("at most 15 shards", "build_vocab_map", "--shards", work / "shards", "--draft-vocab", 100,
+            "--first-shards", 500, "--out",
             tmp_path / "map")
     for planned in ({"heldout_blocks": 99}, {"block_bytes": [1]}, {"samples": 1}, {"room": 0}):
         shutil.copytree(work / "shards", tmp_path / f"{planned}")
         manifest = read_manifest(work / "shards")
-        (tmp_path / f"{planned}" / "manifest.json").write_text(json.dumps({**manifest, "planned": {**manifest["planned"], **planned}}))
-        refused("no usable planned", "train_drafter", *training(work, tmp_path / f"{planned}", tmp_path / "out"))
+        edited = {**manifest, "planned": {**manifest["planned"], **planned}}
+        (tmp_path / f"{planned}" / "manifest.json").write_text(json.dumps(edited))
+        refused("was changed after it was written", "train_drafter",
+                *training(work, tmp_path / f"{planned}", tmp_path / "out"))
     refused("with --follow each shard is there once", "train_drafter", *own, "--epochs", 2)
     refused("is followed by the training in .*drafter, which has acknowledged", "train_drafter", *own)
-    refused("held-out samples stay and take", "extract_hidden_states", *extraction(work, tmp_path / "none", 0.0004))
-    refused("it may take a quarter", "extract_hidden_states", *extraction(work, tmp_path / "none", ROOM), "--block-lines", 30)
-    refused("begun with --max-disk-gb 1.0, this command has 2.0", "extract_hidden_states", *extraction(work, work / "shards", 2))
-    refused("begun with --max-disk-gb 1.0, this command has null", "extract_hidden_states", *extraction(work, work / "shards", 2)[:-2])
+    refused("held-out samples stay and take", "extract_hidden_states",
+            *extraction(work, tmp_path / "none", 0.0004))
+    refused("it may take a quarter", "extract_hidden_states", *extraction(work, tmp_path / "none", ROOM),
+            "--block-lines", 30)
+    refused("begun with --max-disk-gb 1.0, this command has 2.0", "extract_hidden_states",
+            *extraction(work, work / "shards", 2))
+    refused("begun with --max-disk-gb 1.0, this command has null", "extract_hidden_states",
+            *extraction(work, work / "shards", 2)[:-2])
     call("extract_hidden_states", *extraction(work, tmp_path / "plain", 1)[:-2])
-    refused("was extracted without --max-disk-gb", "train_drafter", *training(work, tmp_path / "plain", tmp_path / "out"))
-    refused("not there yet", "train_drafter", *training(work, tmp_path / "later", tmp_path / "out"), "--dry-run")
+    refused("was extracted without --max-disk-gb", "train_drafter",
+            *training(work, tmp_path / "plain", tmp_path / "out"))
+    refused("not there yet", "train_drafter", *training(work, tmp_path / "later", tmp_path / "out"),
+            "--dry-run")
     shutil.copytree(work / "shards", tmp_path / "moved")
     write_json(tmp_path / "moved" / ACKNOWLEDGED, {"blocks": 999})
-    refused("acknowledges 999 blocks", "train_drafter", *training(work, tmp_path / "moved", tmp_path / "out"))
+    refused("acknowledged.json was changed after it was written", "train_drafter",
+            *training(work, tmp_path / "moved", tmp_path / "out"))
     (tmp_path / "moved" / ACKNOWLEDGED).unlink()
     call("train_drafter", *training(work, tmp_path / "moved", tmp_path / "out"), "--dry-run")
     assert not (tmp_path / "out").exists()
@@ -297,7 +340,8 @@ def test_a_lost_checkpoint_is_not_gone_on_from(work, tmp_path):
         shutil.copytree(work / name, tmp_path / name)
     steps = sorted((tmp_path / "drafter" / "checkpoints").iterdir())
     shutil.rmtree(steps[-1])
-    with pytest.raises(UserError, match="goes on at shard .* were removed when a later checkpoint had read them"):
+    with pytest.raises(UserError,
+                       match="goes on at shard .* were removed when a later checkpoint had read them"):
         call("train_drafter", *training(work, tmp_path / "shards", tmp_path / "drafter", "--resume"))
 
 
@@ -321,32 +365,35 @@ def test_what_other_processes_finished_is_listed_while_rank_0_waits(work, tmp_pa
     manifest = read_manifest(work / "shards")
     manifest |= {"run": "r", "complete": False}
     last = manifest["shards"].pop()
-    write_json(tmp_path / "manifest.json", manifest)
-    write_json(tmp_path / "journal-1.json", {"run": "r", "finished": [last]})
+    write_sealed(tmp_path / "manifest.json", manifest)
+    write_sealed(tmp_path / "journal-1.json", {"run": "r", "finished": [last]})
     take_over(manifest, tmp_path)
     assert read_manifest(tmp_path)["shards"][-1] == last
 
 
 def test_another_extraction_in_the_same_place(work, tmp_path):
     shutil.copytree(work / "shards", tmp_path / "shards")
-    stream = Stream(Shards(tmp_path / "shards", first=0), options(), work / "drafter")
+    stream = stream_of(work, Shards(tmp_path / "shards", first=0))
     stream.step(0)
-    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
-    (tmp_path / "shards" / "manifest.json").write_text(json.dumps({**manifest, "data_sha256": "0" * 64}))
+    manifest = read_sealed(work / "shards" / "manifest.json")
+    write_sealed(tmp_path / "shards" / "manifest.json", {**manifest, "data_sha256": "0" * 64})
     with pytest.raises(UserError, match="is another extraction's now"):
         walk(stream)
 
 
 @pytest.mark.slow
 def test_several_processes_follow(work, tmp_path, monkeypatch):
-    """Two extract, two train: the disk is bounded for all of them together, and the drafter is the same but for rounding."""
+    """Two extract, two train: the disk is bounded for all of them together, and the drafter is the same but
+    for rounding.
+    """
     shards, out = tmp_path / "shards", tmp_path / "drafter"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     results = {}
     threads = [threading.Thread(target=lambda script=script, arguments=arguments: results.update(
         {script: shell(script, *arguments, launcher=launcher)})) for script, arguments in (
-            ("extract_hidden_states", extraction(work, shards, ROOM)), ("train_drafter", training(work, shards, out)))]
+            ("extract_hidden_states", extraction(work, shards, ROOM)), ("train_drafter",
+                                                                        training(work, shards, out)))]
     most = 0
     for thread in threads:
         thread.start()

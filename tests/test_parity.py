@@ -1,7 +1,9 @@
-"""Our states, drafts and answers against those of the engines that serve: SGLang and vLLM themselves, in float32 on the CPU.
+"""Our states, drafts and answers against those of the engines that serve: SGLang and vLLM themselves, in
+float32 on the CPU.
 
-SGLANG_PYTHON and VLLM_PYTHON name the Python of an environment with each engine (.ci/run makes both); without them the tests skip.
-On a real model: PARITY_TARGET=folder, and PARITY_DRAFTER=drafter folders of that target, separated by a colon.
+SGLANG_PYTHON and VLLM_PYTHON name the Python of an environment with each engine (.ci/run makes both); without
+them the tests skip. On a real model: PARITY_TARGET=folder, and PARITY_DRAFTER=drafter folders of that target,
+separated by a colon.
 """
 
 import json
@@ -32,19 +34,22 @@ REAL = dict(enumerate(os.environ["PARITY_DRAFTER"].split(":"))) if os.environ.ge
 NAMES = [*CASES, *(f"real-{number}" for number in REAL)]
 FAULTS = ("absolute d2t", "layers off by one", "no fc")
 CHAIN = {"steps": 3, "topk": 1, "draft_tokens": 4}
-# Of more than two steps SGLang's differ from EAGLE-2's: a beam attends to what its own slot drafted before, not to its ancestors.
+# Of more than two steps SGLang's differ from EAGLE-2's: a beam attends to what its own slot drafted before,
+# not to its ancestors.
 TREE = {"steps": 2, "topk": 4, "draft_tokens": 10}
 LIMIT = 48
-# Of the largest value of a layer. The engines' kernels add up in another order than ours; seen: none with SGLang, 3e-7 with vLLM.
+# Of the largest value of a layer. The engines' kernels add up in another order than ours; seen: none with
+# SGLang, 3e-7 with vLLM.
 TOLERANCE = 2e-5
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    """{name: {"target", "drafter": folders, "layers", "stop_ids", "plain", "drafted": rows of eval_speculative.py --out}}.
+    """{name: {"target", "drafter": folders, "layers", "stop_ids", "plain", "drafted": rows of
+    eval_speculative.py --out}}.
 
-    The tiny drafters have learnt their prompts by halves, so that anything from no draft to all of them is accepted; the last
-    prompt is a long one that they never saw.
+    The tiny drafters have learnt their prompts by halves, so that anything from no draft to all of them is
+    accepted; the last prompt is a long one that they never saw.
     """
     work = tmp_path_factory.mktemp("parity")
     rows = [{"messages": row["messages"][:1]} for row in tiny.conversations(6)]
@@ -56,26 +61,31 @@ def local(tmp_path_factory):
         target = work / kind
         if not target.exists():
             tiny.make_target(target, kind, seed=3, head_dim=32)  # vLLM's attention takes no narrower heads
-        found[name] = {"target": target, "drafter": half_trained(work / name, target, learnt, draft_vocab, layers), "prompts": prompts}
+        drafter = half_trained(work / name, target, learnt, draft_vocab, layers)
+        found[name] = {"target": target, "drafter": drafter, "prompts": prompts}
     for number, folder in REAL.items():
-        found[f"real-{number}"] = {"target": Path(os.environ["PARITY_TARGET"]).resolve(), "drafter": Path(folder).resolve(),
+        found[f"real-{number}"] = {"target": Path(os.environ["PARITY_TARGET"]).resolve(),
+                                   "drafter": Path(folder).resolve(),
                                    "prompts": ROOT / "quickstart" / "eval_prompts.jsonl"}
     for case in found.values():
         case |= evaluate(case, CHAIN)
-        case["layers"] = captured_layers(load_drafter(case["drafter"])[0].config, open_target(case["target"]).num_layers, case["drafter"])
+        config, target = load_drafter(case["drafter"])[0].config, open_target(case["target"])
+        case["layers"] = captured_layers(config, target.num_layers, case["drafter"])
     found[NAMES[0]]["tree"] = evaluate(found[NAMES[0]], TREE)["drafted"]
     return found
 
 
 def half_trained(work, target, rows, draft_vocab, layers):
-    call("extract_hidden_states", *EXACT, "--target", target, "--data", rows, "--out", work / "shards", "--regenerate", "--layers", layers,
-         "--max-new-tokens", LIMIT, "--dtype", "float32", "--heldout", 0)
+    call("extract_hidden_states", *EXACT, "--target", target, "--data", rows, "--out", work / "shards",
+         "--regenerate", "--layers", layers, "--max-new-tokens", LIMIT, "--dtype", "float32", "--heldout", 0)
     vocab_map = []
     if draft_vocab != "full":
-        call("build_vocab_map", "--shards", work / "shards", "--draft-vocab", draft_vocab, "--out", work / "map")
+        call("build_vocab_map", "--shards", work / "shards", "--draft-vocab", draft_vocab,
+             "--out", work / "map")
         vocab_map = ["--vocab-map", work / "map"]
-    call("train_drafter", "--shards", work / "shards", "--target", target, "--out", work / "drafter", "--draft-vocab", draft_vocab,
-         *vocab_map, "--eval-shards", work / "shards", "--ttt-steps", 3, "--epochs", 12, "--lr", 1e-2, "--batch-tokens", 200)
+    call("train_drafter", "--shards", work / "shards", "--target", target, "--out", work / "drafter",
+         "--draft-vocab", draft_vocab, *vocab_map, "--eval-shards", work / "shards", "--ttt-steps", 3,
+         "--epochs", 12, "--lr", 1e-2, "--batch-tokens", 200)
     return work / "drafter"
 
 
@@ -83,26 +93,30 @@ def evaluate(case, shape):
     """{"stop_ids", "plain", "drafted"} of eval_speculative.py."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answers.jsonl"
-        summary, code = call("eval_speculative", "--target", case["target"], "--drafter", case["drafter"], "--prompts", case["prompts"],
-                             "--limit", 8, "--steps", shape["steps"], "--topk", shape["topk"], "--draft-tokens", shape["draft_tokens"],
+        summary, code = call("eval_speculative", "--target", case["target"], "--drafter", case["drafter"],
+                             "--prompts", case["prompts"], "--limit", 8, "--steps", shape["steps"],
+                             "--topk", shape["topk"], "--draft-tokens", shape["draft_tokens"],
                              "--max-new-tokens", LIMIT, "--dtype", "float32", "--out", out)
         answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert code == 0
-    return {"stop_ids": summary["settings"]["eos_ids"], "plain": [answer for answer in answers if not answer["drafter"]],
+    return {"stop_ids": summary["settings"]["eos_ids"],
+            "plain": [answer for answer in answers if not answer["drafter"]],
             "drafted": [answer for answer in answers if answer["drafter"]]}
 
 
 @pytest.fixture(scope="module", params=PYTHONS)
 def served(request, tmp_path_factory):
-    """What an engine wrote: {name: its answers with the drafter, target folder: its plain ones, fault: answers}, folder of its states."""
+    """What an engine wrote: {name: its answers with the drafter, target folder: its plain ones, fault:
+    answers}, folder of its states."""
     engine = request.param
     if not os.environ.get(PYTHONS[engine]):
-        pytest.skip(f"{PYTHONS[engine]} is not set; it names the Python of an environment with {engine}, as .ci/run makes it")
+        pytest.skip(f"{PYTHONS[engine]} is not set; it names the Python of an environment with {engine}, as "
+                    f".ci/run makes it")
     local, work = request.getfixturevalue("local"), tmp_path_factory.mktemp(engine)
     jobs = {}
     for name, case in local.items():
-        job = {"target": str(case["target"]), "prompts": [answer["prompt_ids"] for answer in case["plain"]], "max_new_tokens": LIMIT,
-               "stop_ids": case["stop_ids"], **CHAIN}
+        job = {"target": str(case["target"]), "prompts": [answer["prompt_ids"] for answer in case["plain"]],
+               "max_new_tokens": LIMIT, "stop_ids": case["stop_ids"], **CHAIN}
         jobs[job["target"]] = {**job, "drafter": None, "states": None}
         jobs[name] = {**job, "drafter": str(case["drafter"]), "states": str(work / name)}
     if engine == "sglang":
@@ -111,12 +125,14 @@ def served(request, tmp_path_factory):
         case, folder = break_export(work / fault.replace(" ", "-"), fault, local)
         jobs[fault] = {**jobs[case], "drafter": str(folder), "states": None}
     (work / "job.json").write_text(json.dumps(list(jobs.values())))
-    command = [os.environ[PYTHONS[engine]], str(ROOT / "tests" / "engines.py"), engine, str(work / "job.json"), str(work / "out.json")]
+    command = [os.environ[PYTHONS[engine]], str(ROOT / "tests" / "engines.py"), engine,
+               str(work / "job.json"), str(work / "out.json")]
     with open(work / "log", "w+") as log:
         code = subprocess.run(command, stdout=log, stderr=log).returncode
         log.seek(0)
         lines = log.read().splitlines()
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():  # into CI's log
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():  # into CI's log
         print("", *(line for line in lines if line.startswith(f"{engine} ")), sep="\n", flush=True)
     if code:
         pytest.fail(f"{' '.join(command)} ended with code {code}:\n" + "\n".join(lines[-40:]), pytrace=False)
@@ -125,11 +141,14 @@ def served(request, tmp_path_factory):
 
 def break_export(folder, fault, local):
     """(the case, the folder of its drafter copied with a fault that SGLang does not notice)."""
-    case = {"absolute d2t": "llama-reduced", "layers off by one": "llama-full-other-layers", "no fc": "llama-reduced"}[fault]
+    case = {"absolute d2t": "llama-reduced", "layers off by one": "llama-full-other-layers",
+            "no fc": "llama-reduced"}[fault]
     shutil.copytree(local[case]["drafter"], folder)
-    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
     if fault == "absolute d2t":
-        rows = torch.arange(len(tensors["d2t"]))  # an id outside the vocabulary would crash the tiny target, and be seen
+        # an id outside the vocabulary would crash the tiny target, and be seen
+        rows = torch.arange(len(tensors["d2t"]))
         tensors["d2t"] = (tensors["d2t"] + rows).minimum(config["vocab_size"] - 1 - rows)
     elif fault == "layers off by one":
         config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = local[case]["layers"]
@@ -160,7 +179,8 @@ def check_accepted(answers, ours):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_states_are_the_engines(served, local, name):
-    """Every row of every prompt, layer by layer, in the engine that drafts with them; a neighbouring layer would be far off."""
+    """Every row of every prompt, layer by layer, in the engine that drafts with them; a neighbouring layer
+    would be far off."""
     layers, (_, work) = local[name]["layers"], served
     target = open_target(local[name]["target"])
     model = TargetModel(target, range(1, target.num_layers), "float32", device="cpu")

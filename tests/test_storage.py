@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import extract_hidden_states
 from common.cli import UserError
 from common.drafter import load_drafter
 from common.loss import CompactTeacher, Teacher, TrainStep
@@ -20,11 +21,16 @@ def work(tmp_path_factory):
     """A tiny target, and shards of its answers to the same rows in every storage."""
     folder = tmp_path_factory.mktemp("storage")
     tiny.make_target(folder / "target")
-    tiny.write_rows(folder / "rows.jsonl", [{"messages": row["messages"][:1]} for row in tiny.conversations(24)])
-    for name, flags in (("bf16", EXACT), ("fp8", ("--teacher", "states")), ("compact", ("--store", "bf16", "--candidates", 328)),
-                        ("small", ("--candidates", 16))):  # float8 and compact by default
-        call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl",
-             "--out", folder / name, "--regenerate", "--max-new-tokens", 24, "--dtype", "float32", "--heldout", 0.2, *flags)
+    tiny.write_rows(folder / "rows.jsonl",
+                    [{"messages": row["messages"][:1]} for row in tiny.conversations(24)])
+    candidates = {"compact": 328, "small": 16}
+    for name, flags in (("bf16", EXACT), ("fp8", ("--teacher", "states")), ("compact", ("--store", "bf16")),
+                        ("small", ())):  # float8 and compact by default
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(extract_hidden_states, "CANDIDATES", candidates.get(name, 64))
+            call("extract_hidden_states", "--target", folder / "target", "--data", folder / "rows.jsonl",
+                 "--out", folder / name, "--regenerate", "--max-new-tokens", 24, "--dtype", "float32",
+                 "--heldout", 0.2, *flags)
     return folder
 
 
@@ -34,9 +40,11 @@ def test_float8_is_within_half_a_step_of_its_scale():
     stored, scale = store_states(states, 3, torch.float8_e4m3fn)
     assert stored.dtype == torch.float8_e4m3fn and scale.shape == (50, 3) and scale[7, 1] == 1
     split = states.view(50, 3, 64).double()
-    assert torch.allclose(scale.double() * 448, split.abs().amax(2).where(scale != 1, torch.tensor(448.0).double()), rtol=1e-6)
+    assert torch.allclose(scale.double() * 448,
+                          split.abs().amax(2).where(scale != 1, torch.tensor(448.0).double()), rtol=1e-6)
     error = (stored.double().view(50, 3, 64) * scale[:, :, None].double() - split).abs()
-    # three bits of mantissa: half a step is 1/16 of the number; below the smallest normal one, 2^-6, half of 2^-9
+    # three bits of mantissa: half a step is 1/16 of the number; below the smallest normal one, 2^-6, half of
+    # 2^-9
     assert (error <= torch.maximum(split.abs() / 16, scale[:, :, None] * 2.0**-10) * (1 + 1e-6)).all()
 
 
@@ -49,8 +57,10 @@ def test_the_same_ids_and_choices_in_every_storage(work):
             a, b = plain.sample(number), other.sample(number)
             assert all(torch.equal(a[key], b[key]) for key in ("input_ids", "loss_mask", "target_argmax"))
             gap = (a["aux_hidden_states"].float() - b["aux_hidden_states"].float()).abs()
-            largest = a["aux_hidden_states"].float().unflatten(1, (3, -1)).abs().amax(2).repeat_interleave(64, 1)
-            assert (gap <= largest * (0.045 if name != "compact" else 0)).all()  # half a step is 1/28 of the largest; bfloat16's besides
+            largest = a["aux_hidden_states"].float().unflatten(1, (3, -1)).abs().amax(2)
+            largest = largest.repeat_interleave(64, 1)
+            # half a step is 1/28 of the largest; bfloat16's besides
+            assert (gap <= largest * (0.045 if name != "compact" else 0)).all()
             assert ("last_hidden_state" in b) == (name == "fp8")
 
 
@@ -61,10 +71,12 @@ def test_the_compact_teacher_is_the_targets_distribution_at_supervised_rows(work
         sample, small = plain.sample(number), compact.sample(number)
         wanted = (sample["last_hidden_state"].double() @ head.T).log_softmax(-1)  # [T, V]
         teaches = torch.cat([sample["loss_mask"][1:] == 1, torch.tensor([False])])
-        assert ((small["teacher_ids"] >= 0).all(1) == teaches).all() and (small["teacher_ids"][~teaches] == -1).all()
+        assert ((small["teacher_ids"] >= 0).all(1) == teaches).all()
+        assert (small["teacher_ids"][~teaches] == -1).all()
         ids, found = small["teacher_ids"][teaches].long(), small["teacher_logprobs"][teaches].double()
         assert (ids.sort(1).values == torch.arange(328)).all()  # all of them were asked for
-        assert torch.allclose(found, wanted[teaches].gather(1, ids), atol=0.5, rtol=0.02)  # stored states are bfloat16, logits up to 60
+        # stored states are bfloat16, logits up to 60
+        assert torch.allclose(found, wanted[teaches].gather(1, ids), atol=0.5, rtol=0.02)
         few = Shards(work / "small").sample(number)["teacher_ids"][teaches]
         assert (few == ids[:, :16]).float().mean() > 0.99
         assert (few == sample["target_argmax"][teaches][:, None]).any(1).all()
@@ -75,22 +87,28 @@ def test_the_compact_teacher_is_the_targets_distribution_at_supervised_rows(work
 def test_all_candidates_give_the_loss_of_stored_states(work, rows, kind):
     """To the rounding of the stored log-probabilities, with gradients."""
     target, (plain, compact) = open_target(work / "target"), (Shards(work / "bf16"), Shards(work / "compact"))
-    folder = tiny.make_drafter(work / f"drafter-{kind}-{rows is None}", target, None if rows is None else len(rows))
+    folder = tiny.make_drafter(work / f"drafter-{kind}-{rows is None}", target,
+                               None if rows is None else len(rows))
     found = []
-    for shards, teacher in ((plain, Teacher(target.lm_head().float(), rows, None, 1.0, "cpu", torch.float32, whole=True)),
+    for shards, teacher in ((plain, Teacher(target.lm_head().float(), rows, None, 1.0, "cpu", torch.float32,
+                                            whole=True)),
                             (compact, CompactTeacher(target.vocab_size, rows, "cpu", torch.float32))):
         drafter, _ = load_drafter(folder)
         batch = make_batch([shards.sample(number) for number in range(8)])
-        loss, sums, counted = TrainStep(drafter.train(), target.embedding().float(), teacher, 3, 0.8, kind)(batch, 0.01)
+        loss, sums, counted = TrainStep(drafter.train(), target.embedding().float(), teacher, 3, 0.8,
+                                        kind)(batch, 0.01)
         loss.backward()
-        found.append((loss.detach(), torch.cat([parameter.grad.flatten() for parameter in drafter.parameters()]), counted))
+        found.append((loss.detach(),
+                      torch.cat([parameter.grad.flatten() for parameter in drafter.parameters()]), counted))
     (loss, grad, counted), (other, other_grad, other_counted) = found
     assert torch.allclose(loss, other, rtol=0.02) and torch.equal(counted, other_counted)
     assert torch.nn.functional.cosine_similarity(grad, other_grad, dim=0) > 0.995
 
 
 def test_bytes_per_token(work):
-    """What is said is what a shard's tensors take, and at the size of the real job half of what states in bfloat16 take."""
+    """What is said is what a shard's tensors take, and at the size of the real job half of what states in
+    bfloat16 take.
+    """
     for name, store, candidates in (("bf16", "bf16", 0), ("fp8", "fp8", 0), ("small", "fp8", 16)):
         manifest = json.loads((work / name / "manifest.json").read_text())
         done = manifest["done"]
@@ -104,10 +122,13 @@ def test_bytes_per_token(work):
 def test_training_learns_from_the_smallest_storage(work, tmp_path):
     lengths = []
     for name in ("bf16", "small"):
-        summary = call("train_drafter", "--shards", work / name, "--target", work / "target", "--out", tmp_path / name,
-                       "--draft-vocab", "full", "--ttt-steps", 2, "--epochs", 8, "--lr", 3e-3, "--batch-tokens", 200)
+        summary = call("train_drafter", "--shards", work / name, "--target", work / "target", "--out",
+                       tmp_path / name,
+                       "--draft-vocab", "full", "--ttt-steps", 2, "--epochs", 8, "--lr", 3e-3,
+                       "--batch-tokens", 200)
         lengths.append(summary["accept_length"])
     assert lengths[1] > 1.2 and abs(lengths[1] / lengths[0] - 1) < 0.15
     with pytest.raises(UserError, match="one holds the compact teacher"):
-        call("train_drafter", "--shards", work / "small", "--eval-shards", work / "bf16", "--target", work / "target", "--out",
+        call("train_drafter", "--shards", work / "small", "--eval-shards", work / "bf16", "--target",
+             work / "target", "--out",
              tmp_path / "x", "--draft-vocab", "full", "--dry-run")

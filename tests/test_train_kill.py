@@ -1,4 +1,5 @@
-"""train_drafter.py killed at any moment: what is resumed equals a run that nobody disturbed, bit for bit. And what is found damaged."""
+"""train_drafter.py killed at any moment: what is resumed equals a run that nobody disturbed, bit for bit. And
+what is found damaged."""
 
 import json
 import multiprocessing
@@ -19,17 +20,20 @@ from tqdm import tqdm
 from common import cli
 from common.cli import Failed, UserError
 from common.drafter import load_drafter
-from common.files import TEMPORARY
+from common.files import TEMPORARY, read_sealed, write_json, write_sealed
 from tests.scripts import call, make_work, shell
 from train_drafter import FILES, load_checkpoint, lock_run, save_checkpoint
 
-OFTEN = ("--draft-vocab", "full", "--batch-tokens", 1, "--epochs", 9, "--save-every", 1, "--eval-every", 2)  # a sample a step
-TIMES = {"seconds", "seconds_left", "waited", "waiting", "tokens_per_second", "command"}
+# a sample a step
+OFTEN = ("--draft-vocab", "full", "--batch-tokens", 1, "--epochs", 9, "--save-every", 1, "--eval-every", 2)
+TIMES = {"seconds", "seconds_left", "waited", "waiting", "tokens_per_second", "command", "sha256"}
 OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "shutil.rmtree"}
 
-# Each run is a process of its own, forked from one that has imported everything and done nothing else: a start takes no second.
+# Each run is a process of its own, forked from one that has imported everything and done nothing else: a
+# start takes no second.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["train_drafter", "transformers.models.llama.modeling_llama", "tests.test_train_kill"])
+PROCESSES.set_forkserver_preload(["train_drafter", "transformers.models.llama.modeling_llama",
+                                  "tests.test_train_kill"])
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +42,9 @@ def work(tmp_path_factory):
 
 
 def _train(arguments, log, out, fatal, operations):
-    """One run, its words in the file `log`. From its first step on it numbers its file operations in `out`; at number `fatal` it is
-    killed with SIGKILL before it does it, or else all are listed in the file `operations`."""
+    """One run, its words in the file `log`. From its first step on it numbers its file operations in `out`;
+    at number `fatal` it is killed with SIGKILL before it does it, or else all are listed in the file
+    `operations`."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -48,12 +53,14 @@ def _train(arguments, log, out, fatal, operations):
     seen = []
 
     def watch(event, values):
-        writes = event == "open" and str(values[0]).startswith(out) and str(values[1])[:1] in "wax" or "+" in str(values[1:2])
+        writes = event == "open" and str(values[0]).startswith(out) and str(values[1])[:1] in "wax"
+        writes = writes or "+" in str(values[1:2])
         if not (writes or event in OPERATIONS) or not (seen or "metrics.jsonl" in str(values[0])):
             return
         if len(seen) == fatal:
             os.kill(os.getpid(), signal.SIGKILL)
-        seen.append(f"{event} {values[1] if event == 'os.rename' else values[0]}")  # a rename by what it makes
+        subject = values[1] if event == "os.rename" else values[0]  # a rename by what it makes
+        seen.append(f"{event} {subject}")
 
     if fatal is not None or operations:
         sys.addaudithook(watch)
@@ -69,11 +76,14 @@ class Run:
 
     def __init__(self, work, out, *more):
         self.out, self.log = out, out.with_suffix(".log")
-        self.arguments = ["--shards", work / "shards", "--target", work / "target", "--out", out, "--ttt-steps", 2, "--lr", 3e-3, *more]
+        self.arguments = ["--shards", work / "shards", "--target", work / "target", "--out", out,
+                          "--ttt-steps", 2, "--lr", 3e-3, *more]
 
     def start(self, fatal=None, operations=None):
         self.log.unlink(missing_ok=True)
-        process = PROCESSES.Process(target=_train, args=(["--resume", *map(str, self.arguments)], str(self.log), str(self.out), fatal,
+        process = PROCESSES.Process(target=_train,
+                                    args=(["--resume", *map(str, self.arguments)], str(self.log),
+                                          str(self.out), fatal,
                                                          operations and str(operations)))
         process.start()
         return process
@@ -92,7 +102,8 @@ class Run:
     def killed(self, fatal):
         process = self.start(fatal)
         process.join(120)
-        assert process.exitcode == -signal.SIGKILL, f"{process.exitcode}, not killed: {self.log.read_text()[-2000:]}"
+        words = self.log.read_text()[-2000:]
+        assert process.exitcode == -signal.SIGKILL, f"{process.exitcode}, not killed: {words}"
 
 
 def without_times(value):
@@ -102,7 +113,8 @@ def without_times(value):
 
 
 def content(out):
-    """All files of a run by name: JSON without what the clock and the command line give, everything else byte for byte."""
+    """All files of a run by name: JSON without what the clock and the command line give, everything else byte
+    for byte."""
     found = {}
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
         if path.suffix == ".json":
@@ -131,11 +143,13 @@ def step_folders(out):
 
 
 def what_is_there(out, whole):
-    """(the step to go on from, was it killed in a save) after a kill; the newest checkpoint, and the drafter in `out`, must be whole.
+    """(the step to go on from, was it killed in a save) after a kill; the newest checkpoint, and the drafter
+    in `out`, must be whole.
 
     whole: names of the files of a checkpoint.
     """
-    inside = {folder: {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} for folder in step_folders(out)}
+    inside = {folder: {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+              for folder in step_folders(out)}
     last = 0
     for folder, files in inside.items():
         if folder == max(inside):
@@ -153,7 +167,8 @@ def what_is_there(out, whole):
 
 def renamed(operations, step):
     """Number of the operation that gave the checkpoint of `step` its name."""
-    return next(i for i, line in enumerate(operations) if line.startswith("os.rename") and line.endswith(f"step-{step:06d}"))
+    renames = [i for i, line in enumerate(operations) if line.startswith("os.rename")]
+    return next(i for i in renames if operations[i].endswith(f"step-{step:06d}"))
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +183,13 @@ def straight(work, tmp_path_factory):
     ["--draft-vocab", "full"],
     ["--draft-vocab", 100, "--vocab-map", "MAP", "--mixed-precision", "bf16"],
     ["--draft-vocab", "full", "--gradient-accumulation-steps", 3, "--batch-tokens", 150],
-    ["--draft-vocab", 100, "--vocab-map", "MAP", "--freeze-lm-head", "--weight-decay", 0.1],
+    ["--draft-vocab", 100, "--vocab-map", "MAP", "--freeze-lm-head"],
 ], ids=["fp32", "bf16", "accumulation", "frozen_head"])
 def test_five_steps_a_kill_and_five_more_equal_ten(work, tmp_path, more):
-    """Every file: weights, moments, counters, best so far, export, and each step's metrics, thus the order of the samples."""
-    arguments = ["--batch-tokens", 60, "--epochs", 9, "--max-steps", 10, "--save-every", 5, "--eval-every", 3, "--keep", 3,
+    """Every file: weights, moments, counters, best so far, export, and each step's metrics, thus the order of
+    the samples."""
+    arguments = ["--batch-tokens", 60, "--epochs", 9, "--max-steps", 10, "--save-every", 5, "--eval-every", 3,
+                 "--keep", 3,
                  *(work / "map" if word == "MAP" else word for word in more)]
     straight = Run(work, tmp_path / "straight", *arguments)
     process = straight.start(operations=tmp_path / "operations.json")
@@ -180,7 +197,8 @@ def test_five_steps_a_kill_and_five_more_equal_ten(work, tmp_path, more):
     assert process.exitcode == 0, straight.log.read_text()[-2000:]
     operations = json.loads((tmp_path / "operations.json").read_text())
     saved = renamed(operations, 5)
-    later = [i for i, line in enumerate(operations) if i > saved and line.startswith("open") and "metrics.jsonl" in line]
+    later = [i for i, line in enumerate(operations) if i > saved and line.startswith("open")
+             and "metrics.jsonl" in line]
     run = Run(work, tmp_path / "out", *arguments)
     run.killed(later[1])  # steps 6 and 7 are computed, 6 is logged
     assert [folder.name for folder in step_folders(run.out)] == ["step-000005"]
@@ -190,8 +208,8 @@ def test_five_steps_a_kill_and_five_more_equal_ten(work, tmp_path, more):
 
 
 def kill_at_random(work, straight, whole, out, kills, seed, steps):
-    """Kills `kills` times, within two steps of a start or (one in six) before its first one; returns how many hit a save. Then the run
-    is left to end, as `straight` did."""
+    """Kills `kills` times, within two steps of a start or (one in six) before its first one; returns how many
+    hit a save. Then the run is left to end, as `straight` did."""
     run = Run(work, out, *OFTEN, "--max-steps", steps)
     generator = random.Random(seed)
     last = in_save = 0
@@ -201,7 +219,8 @@ def kill_at_random(work, straight, whole, out, kills, seed, steps):
 
         def reached(step=wanted, begun=last):  # the step is logged, by this start
             path = out / "metrics.jsonl"
-            return path.exists() and (run.resumed_from() or not begun) and f'"step": {step},' in path.read_text()
+            said = run.resumed_from() or not begun
+            return path.exists() and said and f'"step": {step},' in path.read_text()
 
         deadline = time.monotonic() + 60
         while not early and not reached() and process.is_alive() and time.monotonic() < deadline:
@@ -209,8 +228,10 @@ def kill_at_random(work, straight, whole, out, kills, seed, steps):
         time.sleep(generator.random() * (0.5 if early else 0.05))
         process.kill()
         process.join(60)
-        assert process.exitcode == -signal.SIGKILL, f"kill {number}: exit code {process.exitcode}, {run.log.read_text()[-2000:]}"
-        assert run.resumed_from() in (last or None, None), f"kill {number}: {last} was the last whole checkpoint"
+        code, words = process.exitcode, run.log.read_text()[-2000:] if run.log.exists() else ""
+        assert code == -signal.SIGKILL, f"kill {number}: exit code {code}, {words}"
+        went_on = run.resumed_from()
+        assert went_on in (last or None, None), f"kill {number}: {last} was the last whole checkpoint"
         last, hit = what_is_there(out, whole)
         in_save += hit
     run.finish()
@@ -237,8 +258,9 @@ def test_killed_at_30_random_moments(work, straight, tmp_path):
 
 
 def kill_at_operations(work, straight, whole, folder, choose):
-    """A kill before each of the chosen file operations of steps 4 and 5 (each removes the oldest checkpoint, and one exports what is the
-    best so far), always of a new run, which is then resumed and ends as `straight` did."""
+    """A kill before each of the chosen file operations of steps 4 and 5 (each removes the oldest checkpoint,
+    and one exports what is the best so far), always of a new run, which is then resumed and ends as
+    `straight` did."""
     run = Run(work, folder / "out", *OFTEN, "--max-steps", 10)
     process = run.start(operations=folder / "operations.json")
     process.join(120)
@@ -258,7 +280,8 @@ def kill_at_operations(work, straight, whole, folder, choose):
 
 
 def test_killed_at_some_file_operations_of_a_save(work, straight, tmp_path):
-    kill_at_operations(work, *straight, tmp_path, lambda numbers: random.Random(time.time_ns()).sample(list(numbers), 3))
+    kill_at_operations(work, *straight, tmp_path,
+                       lambda numbers: random.Random(time.time_ns()).sample(list(numbers), 3))
 
 
 @pytest.mark.slow
@@ -270,7 +293,8 @@ def test_killed_at_every_file_operation_of_two_saves(work, straight, tmp_path):
 
 def test_a_start_from_a_checkpoint_that_is_killed_measures_it_once(work, straight, tmp_path):
     """The record of step 0 stands before any checkpoint; the next start writes it again, not twice."""
-    arguments = ("--draft-vocab", "full", "--batch-tokens", 60, "--max-steps", 2, "--init", "checkpoint", "--checkpoint", straight[0],
+    arguments = ("--draft-vocab", "full", "--batch-tokens", 60, "--max-steps", 2, "--init", "checkpoint",
+                 "--checkpoint", straight[0],
                  "--force")  # ten steps are no drafter yet
     run = Run(work, tmp_path / "out", *arguments)
     run.killed(2)
@@ -293,21 +317,23 @@ def replace(path, name, value):
     save_file({**tensors, name: value(tensors[name])}, path)
 
 
-def edit(**changes):
+def edit(write, **changes):
     def damage(folder):
         path = folder / "state" / "progress.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        write(path, {**read_sealed(path), **changes})
     return damage
 
 
 @pytest.mark.parametrize("damage", [
     lambda folder: (folder / "state" / "progress.json").write_text("{}"),
     lambda folder: (folder / "state" / "progress.json").write_text('{"step": 10}'),
-    edit(step=3), edit(step="x"), edit(step=10.0), edit(best=3), edit(tokens=None),
-    lambda folder: replace(folder / "state" / "weights.safetensors", "lm_head.weight", lambda value: value * float("nan")),
-    lambda folder: replace(folder / "state" / "weights.safetensors", "lm_head.weight", lambda value: value[:-1].clone()),
-    lambda folder: replace(folder / "state" / "optimizer.safetensors", None, lambda value: value + float("inf")),
-], ids=["no keys", "one key", "another step", "step x", "step 10.0", "best 3", "tokens none", "nan", "shape", "inf"])
+    edit(write_json, step=3), edit(write_json, best=3), edit(write_json, tokens=None),
+    edit(write_sealed, step=3),
+    lambda folder: replace(folder / "state/weights.safetensors", "lm_head.weight",
+                           lambda x: x * float("nan")),
+    lambda folder: replace(folder / "state/weights.safetensors", "lm_head.weight", lambda x: x[:-1].clone()),
+    lambda folder: replace(folder / "state/optimizer.safetensors", None, lambda x: x + float("inf")),
+], ids=["no keys", "one key", "step 3", "best 3", "tokens none", "another step", "nan", "shape", "inf"])
 def test_a_damaged_state_is_not_gone_on_from(work, straight, tmp_path, capsys, damage):
     out = tmp_path / "out"
     shutil.copytree(straight[0], out)
@@ -337,13 +363,15 @@ def test_damaged_checkpoints_do_not_count_among_those_kept(tmp_path):
     moments = {f"momentum/{name}": torch.ones(2) for name in ("weight", "bias")}
     for step in (1, 2, 3):
         save_checkpoint(tmp_path, export, drafter.state_dict(), moments, {**fresh, "step": step}, keep=2)
-    names = ["step-000002", "step-000003", "step-000008.damaged-1", "step-000009.damaged-1", "step-000009.damaged-2"]
+    names = ["step-000002", "step-000003", "step-000008.damaged-1", "step-000009.damaged-1",
+             "step-000009.damaged-2"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
     assert load_checkpoint(tmp_path, drafter, fresh)[0]["step"] == 3
 
 
 def test_a_drafter_whose_checkpoints_are_all_damaged_is_not_replaced(work, straight, tmp_path):
-    """Without any checkpoint it may be what was exported before the first save of a run that was killed: that one begins anew."""
+    """Without any checkpoint it may be what was exported before the first save of a run that was killed: that
+    one begins anew."""
     out = tmp_path / "out"
     shutil.copytree(straight[0], out)
     for folder in step_folders(out):
@@ -390,7 +418,8 @@ def test_metrics_that_somebody_has_edited(work, straight, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(straight[0], out)
     lines = (out / "metrics.jsonl").read_bytes()
-    (out / "metrics.jsonl").write_bytes(b'\xff\xfe\n{"step": 2, "no\xff": 1}\n[3]\n{"step": 1, "heldout": true}\n' + lines)
+    edited = b'\xff\xfe\n{"step": 2, "no\xff": 1}\n[3]\n{"step": 1, "heldout": true}\n'
+    (out / "metrics.jsonl").write_bytes(edited + lines)
     resume(work, out, "--plot", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert (out / "metrics.jsonl").read_bytes().endswith(lines)
@@ -420,7 +449,8 @@ def test_out_that_holds_a_lock_only_or_has_lost_something(work, straight, tmp_pa
         shutil.copy(straight[0] / "run.json", folder)
         return lock_run(folder)
 
-    monkeypatch.setattr("train_drafter.lock_run", after_another)  # whose run began between the first look and the lock
+    # whose run began between the first look and the lock
+    monkeypatch.setattr("train_drafter.lock_run", after_another)
     with pytest.raises(UserError, match="seed is 5 now and was 0"):
         resume(work, tmp_path / "late", "--seed", 5)
 

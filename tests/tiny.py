@@ -1,4 +1,6 @@
-"""Tiny random targets with a tokenizer and a chat template, and random drafters for them, made on the spot."""
+"""Tiny random targets with a tokenizer and a chat template, and random drafters for them, made on the
+spot.
+"""
 
 import json
 from pathlib import Path
@@ -11,10 +13,12 @@ from common.drafter import Drafter, drafter_config, save_drafter
 from common.target import default_layers
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TEXT = ["How many apples does Ann have if she buys 3 and eats 1? She has 3 - 1 = 2 apples.", "user assistant system\n",
+TEXT = ["How many apples does Ann have if she buys 3 and eats 1? She has 3 - 1 = 2 apples.",
+        "user assistant system\n",
         "The quick brown fox jumps over the lazy dog, 0123456789 times; then it sleeps."] * 3
 
 KINDS = ("llama", "llama_tied", "qwen3", "gemma2", "gemma3", "mixtral", "llava", "llava_tied", "gpt2")
@@ -25,45 +29,57 @@ def save_tokenizer(folder, chat_template=CHAT_TEMPLATE):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    trainer = trainers.BpeTrainer(vocab_size=320,
+                                  special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(TEXT, trainer)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>",
+                                                pad_token="<|endoftext|>")
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     return fast
 
 
-def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_template=CHAT_TEMPLATE, sharp=True, head_dim=16):
+def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_template=CHAT_TEMPLATE,
+                sharp=True, head_dim=16):
     """Save a random model of `kind` with a tokenizer into `folder` and return the folder.
 
-    vocab_size is larger than the tokenizer, as padded lm_heads are. `sharp` scales the embedding, so that answers are not one
-    token repeated, and the lm_head, so that the greedy choice has a clear margin.
+    vocab_size is larger than the tokenizer, as padded lm_heads are. `sharp` scales the embedding, so that
+    answers are not one token repeated, and the lm_head, so that the greedy choice has a clear margin.
     """
     torch.manual_seed(seed)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shape = dict(vocab_size=vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-                 num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=0)
+    shape = dict(vocab_size=vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
+                 num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=2,
+                 pad_token_id=0)
     tied = kind.endswith("_tied")
     if kind in ("llama", "llama_tied"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, head_dim=head_dim, tie_word_embeddings=tied))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, head_dim=head_dim,
+                                                                       tie_word_embeddings=tied))
     elif kind == "qwen3":
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=32, tie_word_embeddings=False))
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=32,
+                                                                       tie_word_embeddings=False))
     elif kind == "gemma2":
-        model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape, head_dim=16, final_logit_softcapping=5.0))
+        model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape, head_dim=16,
+                                                                         final_logit_softcapping=5.0))
     elif kind == "gemma3":
-        model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape, head_dim=16, sliding_window=8))
+        model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape, head_dim=16,
+                                                                             sliding_window=8))
     elif kind == "mixtral":
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape, num_local_experts=4))
     elif kind == "gpt2":
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=vocab_size, n_embd=64, n_layer=layers, n_head=4, n_positions=512, bos_token_id=0, eos_token_id=2))
+            vocab_size=vocab_size, n_embd=64, n_layer=layers, n_head=4, n_positions=512, bos_token_id=0,
+                                                                     eos_token_id=2))
     elif kind in ("llava", "llava_tied"):
         text = transformers.LlamaConfig(**shape, tie_word_embeddings=tied)
-        vision = transformers.CLIPVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        vision = transformers.CLIPVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                               num_attention_heads=2,
                                                image_size=8, patch_size=4)
-        config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=vocab_size - 1,
+        config = transformers.LlavaConfig(vision_config=vision, text_config=text,
+                                          image_token_index=vocab_size - 1,
                                           tie_word_embeddings=tied)
         model = transformers.LlavaForConditionalGeneration(config)
     else:
@@ -80,7 +96,8 @@ def make_target(folder, kind="llama", layers=8, seed=0, vocab_size=328, chat_tem
             model.get_output_embeddings().weight.mul_(4.0 if tied_here else 40.0)
     model.save_pretrained(folder)
     save_tokenizer(folder, chat_template)
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [2], "pad_token_id": 0}))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [2],
+                                                               "pad_token_id": 0}))
     return folder
 
 
@@ -99,14 +116,17 @@ def conversations(count=24, seed=0):
     for _ in range(count):
         a, b = random.randint(2, 9), random.randint(1, 9)
         rows.append({"messages": [
-            {"role": "user", "content": f"How many {random.choice(things)} does {random.choice(names)} have with {a} and {b}?"},
+            {"role": "user", "content": f"How many {random.choice(things)} does {random.choice(names)} have "
+                                        f"with {a} and {b}?"},
             {"role": "assistant", "content": f"{a} + {b} = {a + b}. So it is {a + b}."},
         ]})
     return rows
 
 
 def make_drafter(path, target, size=None, layers=None, seed=1, training=True, **other):
-    """A random drafter's folder; of the reduced vocabulary `size` it holds every third id and what is left to fill it."""
+    """A random drafter's folder; of the reduced vocabulary `size` it holds every third id and what is left to
+    fill it.
+    """
     torch.manual_seed(seed)
     layers, rows = layers or default_layers(target.num_layers), None
     if size:
@@ -117,6 +137,7 @@ def make_drafter(path, target, size=None, layers=None, seed=1, training=True, **
         config["training"] = {"target": target.facts(), "layers": layers}
     drafter = Drafter(config)
     for parameter in drafter.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3 if parameter.dim() == 1 else 0.2)
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0,
+                              0.3 if parameter.dim() == 1 else 0.2)
     save_drafter(path, drafter.state_dict(), config, rows)
     return path

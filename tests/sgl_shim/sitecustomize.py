@@ -1,7 +1,8 @@
-"""Read at start-up when this folder is on PYTHONPATH: lets PyPI's torchvision, built for CUDA, be imported beside a CPU build of torch.
+"""Read at start-up when this folder is on PYTHONPATH: lets PyPI's torchvision, built for CUDA, be imported
+beside a CPU build of torch.
 
-Its own library does not load there, and `import torchvision` would die with "operator torchvision::nms does not exist"; so the two
-operators that it describes at import are defined first.
+Its own library does not load there, and `import torchvision` would die with "operator torchvision::nms does
+not exist"; so the two operators that it describes at import are defined first.
 """
 
 import sys

@@ -1,7 +1,9 @@
-"""Stand-in in plain torch for the CPU build of SGLang's kernels (sgl_kernel, SGLang 0.5.23), which no package index has.
+"""Stand-in in plain torch for the CPU build of SGLang's kernels (sgl_kernel, SGLang 0.5.23), which no package
+index has.
 
-Only what dense decoders with MHA or GQA (Llama, Qwen2, Qwen3) and EAGLE drafters call with `device="cpu"`: for tests, not for speed.
-With VERIFY_LOG=FILE every verification appends one line to FILE: the candidate ids of the batch, JSON [B, D], root first.
+Only what dense decoders with MHA or GQA (Llama, Qwen2, Qwen3) and EAGLE drafters call with `device="cpu"`:
+for tests, not for speed. With VERIFY_LOG=FILE every verification appends one line to FILE: the candidate ids
+of the batch, JSON [B, D], root first.
 """
 
 import ctypes
@@ -56,14 +58,16 @@ def _decode_attention_cpu(q, k_buffer, v_buffer, k_scale, v_scale, out, k, v, lo
         idx = req_to_token[r, :n].long()
         if sliding_window and sliding_window > 0:
             idx = idx[-sliding_window:]
-        out[i : i + 1] = _sdpa(q[i : i + 1], k_buffer[idx], v_buffer[idx], scaling, logit_cap, None, sinks).to(out.dtype)
+        states = _sdpa(q[i : i + 1], k_buffer[idx], v_buffer[idx], scaling, logit_cap, None, sinks)
+        out[i : i + 1] = states.to(out.dtype)
 
 
 def _extend_attention_cpu(q, k, v, out, k_buffer, v_buffer, k_scale, v_scale, req_to_token,
                           req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, max_len_extend,
                           scaling, logit_cap, is_cross_attn=False, sliding_window=0, encoder_lens=None,
                           sinks=None, tree_mask=None, is_causal=True):
-    lens, exts, starts, rows = seq_lens.tolist(), extend_seq_lens.tolist(), extend_start_loc.tolist(), req_pool_indices.tolist()
+    lens, exts = seq_lens.tolist(), extend_seq_lens.tolist()
+    starts, rows = extend_start_loc.tolist(), req_pool_indices.tolist()
     off = 0
     for _i, (n, e, s, r) in enumerate(zip(lens, exts, starts, rows, strict=False)):
         if e == 0:
@@ -82,25 +86,29 @@ def _extend_attention_cpu(q, k, v, out, k_buffer, v_buffer, k_scale, v_scale, re
             mask = torch.cat([torch.ones(e, pre, dtype=torch.bool), m], 1)
         if sliding_window and sliding_window > 0:
             mask = mask & (kpos > qpos - sliding_window)
-        out[s : s + e] = _sdpa(q[s : s + e], k_buffer[idx], v_buffer[idx], scaling, logit_cap, mask, sinks).to(out.dtype)
+        states = _sdpa(q[s : s + e], k_buffer[idx], v_buffer[idx], scaling, logit_cap, mask, sinks)
+        out[s : s + e] = states.to(out.dtype)
 
 
 _lib.define(
-    "decode_attention_cpu(Tensor q, Tensor(a!) k_buffer, Tensor(b!) v_buffer, float k_scale, float v_scale, Tensor(c!) out,"
-    " Tensor? k, Tensor? v, Tensor loc, Tensor attn_logits, Tensor req_to_token, Tensor req_pool_indices,"
-    " Tensor seq_lens, float scaling, float logit_cap, bool is_cross_attn, int sliding_window, Tensor? encoder_lens, Tensor? sinks) -> ()"
+    "decode_attention_cpu(Tensor q, Tensor(a!) k_buffer, Tensor(b!) v_buffer, float k_scale, float v_scale,"
+    " Tensor(c!) out, Tensor? k, Tensor? v, Tensor loc, Tensor attn_logits, Tensor req_to_token,"
+    " Tensor req_pool_indices, Tensor seq_lens, float scaling, float logit_cap, bool is_cross_attn,"
+    " int sliding_window, Tensor? encoder_lens, Tensor? sinks) -> ()"
 )
 _lib.impl("decode_attention_cpu", _decode_attention_cpu, "CPU")
 _lib.define(
-    "extend_attention_cpu(Tensor q, Tensor? k, Tensor? v, Tensor(a!) out, Tensor k_buffer, Tensor v_buffer, float k_scale, float v_scale,"
-    " Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, Tensor extend_seq_lens, Tensor extend_start_loc,"
-    " int max_len_extend, float scaling, float logit_cap, bool is_cross_attn, int sliding_window, Tensor? encoder_lens,"
-    " Tensor? sinks, Tensor? tree_mask, bool is_causal) -> ()"
+    "extend_attention_cpu(Tensor q, Tensor? k, Tensor? v, Tensor(a!) out, Tensor k_buffer, Tensor v_buffer,"
+    " float k_scale, float v_scale, Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens,"
+    " Tensor extend_seq_lens, Tensor extend_start_loc, int max_len_extend, float scaling, float logit_cap,"
+    " bool is_cross_attn, int sliding_window, Tensor? encoder_lens, Tensor? sinks, Tensor? tree_mask,"
+    " bool is_causal) -> ()"
 )
 _lib.impl("extend_attention_cpu", _extend_attention_cpu, "CPU")
 
 
-def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset,
+                                 out_cache_loc, pool_len):
     o = 0
     for r, s, e in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=False):
         n = e - s
@@ -109,7 +117,8 @@ def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, e
             o += n
 
 
-def assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+def assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, start_offset, end_offset,
+                                 out_cache_loc, pool_len):
     o = 0
     for r, s, e in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=False):
         n = e - s
@@ -118,7 +127,8 @@ def assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, start_offset, e
             o += n
 
 
-def assign_draft_cache_locs_contiguous_cpu(req_pool_indices, req_to_token, seq_lens, out_cache_loc, pool_len, topk, num_steps):
+def assign_draft_cache_locs_contiguous_cpu(req_pool_indices, req_to_token, seq_lens, out_cache_loc,
+                                           pool_len, topk, num_steps):
     n = topk * num_steps
     for i, (r, s) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=False)):
         out_cache_loc[i * n : (i + 1) * n] = req_to_token[r, s : s + n].to(out_cache_loc.dtype)
@@ -220,7 +230,8 @@ def verify_tree_greedy_cpu(predicts, accept_index, accept_token_num, candidates,
                            retrive_next_token, retrive_next_sibling, target_predict):
     bs, D = candidates.shape
     S = accept_index.shape[1]
-    cand, ri, nt, ns = candidates.tolist(), retrive_index.tolist(), retrive_next_token.tolist(), retrive_next_sibling.tolist()
+    cand, ri = candidates.tolist(), retrive_index.tolist()
+    nt, ns = retrive_next_token.tolist(), retrive_next_sibling.tolist()
     if _VERIFY_LOG:
         with open(_VERIFY_LOG, "a") as file:
             file.write(json.dumps(cand) + "\n")
