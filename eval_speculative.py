@@ -245,11 +245,11 @@ def open_setup(args):
     shards = Shards(args.shards, first=0) if args.shards else None
     given = args.target, args.revision, args.trust_remote_code
     target = open_shards_target(shards, *given) if shards else open_target(*given)
-    tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
+    tokenizer = load_tokenizer(target, args.trust_remote_code)
     candidates = []
     for folder in args.drafter:
-        drafter, rows = load_drafter(folder)
-        layers = captured_layers(drafter.config, target.num_layers, folder)
+        drafter, rows = load_drafter(folder, target=target)
+        layers = captured_layers(drafter.config, target.num_layers, folder, target.model_class)
         candidates.append(Candidate(folder, drafter, rows, layers))
     return Setup(
         target=target, record=target_record(target, target.facts(), tokenizer), tokenizer=tokenizer,

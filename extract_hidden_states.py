@@ -282,7 +282,7 @@ def open_job(args, processes):
     target = open_target(args.target, args.revision, args.trust_remote_code)
     layers = parse_layers(args.layers, target.num_layers)
     max_length = longest_sample(args, target)
-    tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
+    tokenizer = load_tokenizer(target, args.trust_remote_code)
     stops = stop_ids(target, tokenizer)
     sampling = None
     if args.regenerate:
@@ -404,8 +404,8 @@ def say_plan(rows, plan, job):
 # What the user calls a part of the manifest.
 FLAGS = {"dtype": "--store", "compute_dtype": "--dtype", "stored": "--teacher",
          "data_sha256": "--data and --limit, with hash", "max_disk_gb": "--max-disk-gb"}
-FORCIBLE = {"tokenizer_sha256", "chat_template_sha256", "target tensors_sha256", "target text_config_sha256",
-            "target sample_sha256"}
+FORCIBLE = {"tokenizer_sha256", "tokenizer_probe_sha256", "chat_template_sha256", "target tensors_sha256",
+            "target text_config_sha256", "target sample_sha256"}
 
 
 def new_manifest(rows, plan, job):

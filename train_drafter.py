@@ -49,11 +49,20 @@ from common.cli import (
     run,
     say,
 )
-from common.drafter import Drafter, captured_layers, drafter_config, load_drafter, save_drafter
+from common.drafter import (
+    Drafter,
+    captured_layers,
+    draft_layer,
+    drafter_config,
+    load_drafter,
+    save_drafter,
+    weights_file,
+)
 from common.files import (
     STRAY,
     check_output_folder,
     lock_folder,
+    read_json,
     read_sealed,
     replace_file,
     replace_folder,
@@ -73,7 +82,7 @@ from common.shards import (
     read_manifest,
     settings_sha256,
 )
-from common.target import Target, open_target
+from common.target import OTHER_PARTS, Target, load_config, native_class, open_target
 from common.ttt import make_batch, supervised_rows
 from common.vocab import (
     check_coverage,
@@ -85,6 +94,8 @@ from common.vocab import (
     shortened,
 )
 
+LAYER_FLAGS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+               "intermediate_size": "intermediate_size"}
 WARMUP = 0.03  # share of the steps with a rising rate, then cosine to zero: enough for AdamW's moments
 MAX_GRAD_NORM = 0.5  # gradients are scaled down to this norm, as in EAGLE
 DEPTH_DECAY = 0.8  # depth k counts this to the power k in the loss, as in EAGLE-3
@@ -130,6 +141,7 @@ class Start:
     drafter: Drafter
     map_rows: torch.Tensor | None  # int64 [D] target ids, ascending; None for the full vocabulary
     copied: int | None = None  # tensors of the layer that are the target's, from scratch
+    unread: int = 0  # tensors of the target's last layer that are stored in a way that is not read
     remapped: dict | None = None  # with --remap-vocab, how many rows were carried over, are new, were dropped
     coverage: float | None = None  # of the supervised tokens that are trained on
     coverage_heldout: float | None = None
@@ -196,6 +208,12 @@ def parse_args():
     add("--remap-vocab", action="store_true", help="give the checkpoint another vocabulary, that of "
         "--vocab-map or full: lm_head rows of tokens in both are carried over, others start from the "
         "target's; default off: its rows mean the tokens of its own map")
+
+    own = "the draft layer's, from scratch; default the target's, or what docs/targets.md says"
+    add("--heads", type=positive_int, metavar="N", help=f"attention heads: {own}")
+    add("--kv-heads", type=positive_int, metavar="N", help=f"key-value heads: {own}")
+    add("--head-dim", type=positive_int, metavar="N", help=f"width of a head: {own}")
+    add("--intermediate-size", type=positive_int, metavar="N", help=f"width of the MLP: {own}")
 
     add = parser.add_argument_group("recipe").add_argument
     add("--ttt-steps", type=in_range(1, 128, low_too=True, kind=int), default=3, help="depth of "
@@ -290,6 +308,9 @@ def check_arguments(args):
         raise UserError("--checkpoint goes with --init checkpoint; leave it out with --init scratch")
     if args.init == "scratch" and args.remap_vocab:
         raise UserError("--remap-vocab goes with --init checkpoint; leave it out with --init scratch")
+    if args.init == "checkpoint" and given_shape(args):
+        raise UserError("--heads, --kv-heads, --head-dim and --intermediate-size are for --init scratch; "
+                        "leave them out, a checkpoint has its own")
     if args.follow and (args.epochs or 1) > 1:
         raise UserError(f"--epochs {args.epochs}: with --follow each shard is there once; leave --epochs "
                         "out, or extract without --max-disk-gb")
@@ -374,8 +395,7 @@ def choose_start(args, inputs):
         start, promise = start_from_checkpoint(args, inputs, draft_vocab)
     else:
         rows, promise = named_map(args, inputs, draft_vocab)
-        drafter, copied = start_from_scratch(inputs, draft_vocab, rows, args.seed)
-        start = Start(drafter, rows, copied=copied)
+        start = start_from_scratch(args, inputs, draft_vocab, rows)
     start.coverage, start.coverage_heldout = covered_share(args, inputs, start.map_rows, promise)
     start.drafter.recompute = args.gradient_checkpointing
     if args.freeze_lm_head:
@@ -392,8 +412,8 @@ def decide_vocabulary(text, vocab_size):
     try:
         size = int(text)
     except ValueError:
-        sizes = f"1..{vocab_size}"
-        raise UserError(f"--draft-vocab {shortened(text)} is neither full nor a number in {sizes}") from None
+        raise UserError(f"--draft-vocab {shortened(text)} is neither full nor a number in 1..{vocab_size} "
+                        "such as 32000, without separators") from None
     check_size(size, vocab_size)
     return size
 
@@ -431,14 +451,16 @@ def compare_with_shards(args, inputs, made, what):
 def start_from_checkpoint(args, inputs, draft_vocab):
     """(Start of --init checkpoint, the facts that say what its vocabulary covers)."""
     target, layers = inputs.target, inputs.shards.manifest["layers"]
-    drafter, own = load_drafter(args.checkpoint, ordered=not args.remap_vocab)
+    drafter, own = load_drafter(args.checkpoint, ordered=not args.remap_vocab, target=target)
+    say(f"{args.checkpoint}: {drafter.used}")
     config, wanted = drafter.config, drafter_config(target, draft_vocab, layers)
     for key in ("vocab_size", "hidden_size", "target_hidden_size", "rope_parameters"):
         if config[key] != wanted[key]:
             raise UserError(f"{args.checkpoint} has {key} {config[key]}, this run wants {wanted[key]}; it is "
                             "no drafter for this")
     trained = config.get("training") or {}
-    made = {**made_for(trained), "layers": captured_layers(config, target.num_layers, args.checkpoint)}
+    made = {**made_for(trained), "layers": captured_layers(config, target.num_layers, args.checkpoint,
+                                                        target.model_class)}
     compare_with_shards(args, inputs, made, f"the checkpoint {args.checkpoint}")
     kept = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
             "torch_dtype")
@@ -504,16 +526,65 @@ def layer_sources(target):
     return sources
 
 
-def start_from_scratch(inputs, draft_vocab, map_rows, seed):
-    """(A Drafter, how many of its tensors are the target's): lm_head rows start as the target's rows, the
-    layer and the final norm as the target's last ones wherever they fit, fc near to passing the last captured
-    state through, and the rest small and random."""
+def given_shape(args):
+    """What the user says of the draft layer, as draft_layer takes it."""
+    return {key: getattr(args, flag) for flag, key in LAYER_FLAGS.items() if getattr(args, flag)}
+
+
+def plain_weight(target, name):
+    """float32 of a target's tensor, fp8 multiplied by its scale (one number, one a row, or one a block).
+
+    None where it is stored otherwise: packed to 4 bits, say.
+    """
+    tensor = target.tensor(name)
+    if tensor.is_floating_point() and tensor.element_size() >= 2:
+        return tensor.float()
+    scales = [f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in target.weights]
+    if not tensor.is_floating_point() or not scales:
+        return None
+    tensor, scale = tensor.float(), target.tensor(scales[0]).float()
+    if scale.numel() == 1:
+        return tensor * scale.flatten()
+    if scale.shape in (tensor.shape[:1], (len(tensor), 1)):
+        return tensor * scale.view(-1, 1)
+    stated = read_json(target.folder / "config.json").get("quantization_config") or {}
+    block = stated.get("weight_block_size") or (128, 128)
+    if scale.shape != tuple(-(-size // step) for size, step in zip(tensor.shape, block, strict=True)):
+        return None
+    whole = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return tensor * whole[: tensor.shape[0], : tensor.shape[1]]
+
+
+def norms_add_one(target, trust_remote_code):
+    """Whether the target's norms multiply by 1 + w (Gemma, Qwen3-Next): what its own does where w is 0."""
+    config = load_config(target.folder, trust_remote_code)
+    native = native_class(config, target.model_class)
+    if native is None:  # code of its own is not run for this
+        return False
+    with torch.device("meta"):
+        model = native(config)
+    name = min((name for name, _ in model.named_modules() if name.endswith("norm") and "layers" not in name
+                and not any(part in name for part in OTHER_PARTS)), key=len, default=None)
+    if name is None:
+        return False
+    norm = model.get_submodule(name).to_empty(device="cpu")
+    for tensor in (*norm.parameters(), *norm.buffers()):
+        tensor.data.zero_()
+    return bool(norm(torch.ones(1, 1, target.hidden_size)).abs().max() > 0)
+
+
+def start_from_scratch(args, inputs, draft_vocab, map_rows):
+    """The Start of --init scratch: lm_head rows start as the target's rows, the layer and the final norm as
+    the target's last ones wherever they fit, fc near to passing the last captured state through, and the rest
+    small and random."""
     target = inputs.target
-    torch.manual_seed(seed)
-    drafter = Drafter(drafter_config(target, draft_vocab, inputs.shards.manifest["layers"]))
+    torch.manual_seed(args.seed)
+    layers = inputs.shards.manifest["layers"]
+    drafter = Drafter(drafter_config(target, draft_vocab, layers, **given_shape(args)))
     sources = layer_sources(target)
     spread = target.text.get("initializer_range") or 0.02
-    copied = 0
+    copied = unread = 0
+    one = 1.0 if norms_add_one(target, args.trust_remote_code) else 0.0
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if parameter.dim() == 2:
@@ -522,9 +593,12 @@ def start_from_scratch(inputs, draft_vocab, map_rows, seed):
             found = target.find(f"{source}.weight") if source else None
             if found is None:
                 continue
-            tensor = target.tensor(found).float()
-            if "norm" in name and target.model_class.startswith("Gemma"):
-                tensor = tensor + 1.0  # Gemma's norms multiply by 1 + w
+            tensor = plain_weight(target, found)
+            if tensor is None:
+                unread += 1
+                continue
+            if "norm" in name:
+                tensor = tensor + one
             if tensor.dim() == 2 and tensor.shape[1] * 2 == parameter.shape[1]:
                 tensor = torch.cat([tensor, tensor], dim=1) / 2
             if tensor.shape == parameter.shape:
@@ -532,7 +606,7 @@ def start_from_scratch(inputs, draft_vocab, map_rows, seed):
                 copied += 1
         drafter.fc.weight[:, 2 * target.hidden_size :] += torch.eye(target.hidden_size)
         drafter.lm_head.weight.copy_(inputs.head if map_rows is None else inputs.head[map_rows])
-    return drafter, copied
+    return Start(drafter, map_rows, copied=copied, unread=unread)
 
 
 def covered_share(args, inputs, rows, promise):
@@ -802,7 +876,7 @@ def run_settings(args, inputs, start, plan, accelerator):
         "eval_every": plan.every, "mixed_precision": accelerator.mixed_precision,
         "shards_sha256": inputs.shards.sha256,
         "eval_shards_sha256": inputs.evaluation.sha256 if args.eval_shards else None,
-        "checkpoint_sha256": sha256_file(Path(checkpoint) / "model.safetensors") if checkpoint else None,
+        "checkpoint_sha256": sha256_file(weights_file(checkpoint)) if checkpoint else None,
         "target_sha256": inputs.facts["tensors_sha256"],
         "map_sha256": None if rows is None else map_sha256(rows_to_d2t(rows.numpy())),
     })
@@ -831,8 +905,15 @@ def describe(args, inputs, start, plan):
         say("draft vocabulary remapped: {carried} lm_head rows are carried over, {new} are new and start "
             "from the target's, {dropped} are dropped".format(**start.remapped))
     if start.copied is not None:
+        unread = f", {start.unread} of these quantised in a way that is not read" if start.unread else ""
         say(f"{start.copied} of {len(layer_sources(inputs.target))} tensors of the layer start as the "
-            "target's last layer and final norm, the rest random")
+            f"target's last layer and final norm, the rest random{unread}")
+    config = start.drafter.config
+    kinds = ""
+    if args.init == "scratch":
+        kinds = "".join(f"; {reason}" for reason in draft_layer(inputs.target.text, **given_shape(args))[1])
+    say(f"draft layer: {config['num_attention_heads']} heads of {config['head_dim']}, "
+        f"{config['num_key_value_heads']} key-value heads, MLP of {config['intermediate_size']}{kinds}")
     head, layer = head_and_layer(start.drafter)
     full = " (full, no map)" if start.map_rows is None else ""
     shares = []
@@ -988,7 +1069,8 @@ def make_optimizers(parameters, lr, muon_lr):
 def training_block(args, inputs, start, settings, probed):
     """The `training` block of the drafter's config.json: what it was made for, from and with."""
     manifest = inputs.shards.manifest
-    made_from = ("data_sha256", "tokenizer_sha256", "chat_template_sha256", "template_kwargs")
+    made_from = ("data_sha256", "tokenizer_sha256", "tokenizer_probe_sha256", "chat_template_sha256",
+                 "template_kwargs")
     packages = ("torch", "transformers", "accelerate", "safetensors", "numpy")
     return {
         "target": inputs.facts, "layers": manifest["layers"],

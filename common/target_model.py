@@ -10,7 +10,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from common.cli import UserError
-from common.target import choices, process_logits
+from common.target import choices, load_config, native_class, process_logits
 
 
 class SlotLayer(DynamicLayer):
@@ -226,15 +226,17 @@ class TargetModel:
 
 def _load(target, dtype, trust_remote_code):
     transformers.utils.logging.disable_progress_bar()  # of loading weights: seconds, and noise in every log
-    config = transformers.AutoConfig.from_pretrained(target.folder, trust_remote_code=trust_remote_code)
-    model_class = getattr(transformers, target.model_class, None)
-    known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    if trust_remote_code or not known:
-        model_class = transformers.AutoModelForCausalLM
+    config = load_config(target.folder, trust_remote_code)
+    native = native_class(config, target.model_class)
+    if native is None and not trust_remote_code:
+        raise UserError(f"{target.folder}: transformers {transformers.__version__} has no model for its type "
+                        f"{config.model_type}; look at the code that comes with it and give "
+                        "--trust-remote-code, or use --backend sglang")
+    given = {} if native else {"trust_remote_code": True}
     try:
-        model, report = model_class.from_pretrained(
+        model, report = (native or transformers.AutoModelForCausalLM).from_pretrained(
             target.folder, config=config, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            output_loading_info=True, trust_remote_code=trust_remote_code)
+            output_loading_info=True, **given)
     except (ValueError, OSError, ImportError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:300]
         raise UserError(f"{target.folder}: transformers cannot load it ({reason})") from None
