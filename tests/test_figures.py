@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import extract_hidden_states
 from common.accept import accept_figures, accept_interval, figures, interval, names, simulated_figures
 from common.cli import UserError
 from common.drafter import load_drafter
@@ -162,9 +163,11 @@ def test_simulated_counts_equal_a_slow_walk():
     assert accept_figures([0, 0], [0, 0]) == (None, [None, None])
 
 
-def test_simulated_equals_measured_on_the_targets_own_answers(tmp_path):
+def test_simulated_equals_measured_on_the_targets_own_answers(tmp_path, monkeypatch):
     """Greedy answers in float32: the walk over the shards is the very verifications that serving makes, cut
     ones too."""
+    # rounded to bfloat16, a near tie in the drafter falls one way or the other by machine
+    monkeypatch.setitem(extract_hidden_states.STORE, "bf16", torch.float32)
     target = tiny.make_target(tmp_path / "target", seed=3)
     rows = tiny.write_rows(tmp_path / "rows.jsonl",
                            [{"messages": row["messages"][:1]} for row in tiny.conversations(6)])
