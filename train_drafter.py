@@ -55,6 +55,7 @@ from common.drafter import (
     draft_layer,
     drafter_config,
     load_drafter,
+    rotary_entries,
     save_drafter,
     weights_file,
 )
@@ -454,7 +455,7 @@ def start_from_checkpoint(args, inputs, draft_vocab):
     drafter, own = load_drafter(args.checkpoint, ordered=not args.remap_vocab, target=target)
     say(f"{args.checkpoint}: {drafter.used}")
     config, wanted = drafter.config, drafter_config(target, draft_vocab, layers)
-    for key in ("vocab_size", "hidden_size", "target_hidden_size", "rope_parameters"):
+    for key in ("vocab_size", "hidden_size", "target_hidden_size"):
         if config[key] != wanted[key]:
             raise UserError(f"{args.checkpoint} has {key} {config[key]}, this run wants {wanted[key]}; it is "
                             "no drafter for this")
@@ -463,7 +464,8 @@ def start_from_checkpoint(args, inputs, draft_vocab):
                                                         target.model_class)}
     compare_with_shards(args, inputs, made, f"the checkpoint {args.checkpoint}")
     kept = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-            "torch_dtype")
+            "torch_dtype", "rope_parameters", "rope_theta", "rope_scaling")
+    config |= rotary_entries(config["rope_parameters"])
     drafter.config = {**wanted, **{key: config[key] for key in kept}}
     drafter.train()
     if args.remap_vocab:
@@ -1183,7 +1185,7 @@ def train_fresh(args, inputs, start, embedding, teacher, samples):
     yardstick, not a training. samples: numbers in inputs.yardstick[0]."""
     shards, device, hidden = inputs.yardstick[0], embedding.device, inputs.target.hidden_size
     draft_vocab = start.drafter.config["draft_vocab_size"]
-    drafter, _ = start_from_scratch(inputs, draft_vocab, start.map_rows, args.seed)
+    drafter = start_from_scratch(args, inputs, draft_vocab, start.map_rows).drafter
     drafter.lm_head.weight.requires_grad_(False)  # it would cost as much as all the rest
     step = TrainStep(drafter.to(device), embedding, teacher, 1, 1.0)
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]

@@ -200,8 +200,6 @@ def drafter_config(target, draft_vocab, layers, **given):
         raise UserError(f"the target's lm_head is {hidden} wide and its hidden size {text['hidden_size']}: "
                         f"such targets are not supported")
     layer, _ = draft_layer(text, **given)
-    rope = layer["rope_parameters"]
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     eps = next((text[key] for key in EPSILONS if text.get(key)), 1e-6)
     return {
         "architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
@@ -209,12 +207,18 @@ def drafter_config(target, draft_vocab, layers, **given):
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
         "vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab,
         "max_position_embeddings": text["max_position_embeddings"],
-        "rms_norm_eps": float(eps), "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rms_norm_eps": float(eps), **rotary_entries(layer["rope_parameters"]),
         "bos_token_id": text.get("bos_token_id"), "eos_token_id": text.get("eos_token_id"),
         "torch_dtype": "bfloat16",
         **layer_ids(layers, target.num_layers, target.model_class),
     }
+
+
+def rotary_entries(rope):
+    """The config entries of rotary settings, in the new spelling and the old one."""
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {"rope_parameters": rope, "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if rope["rope_type"] == "default" else scaling}
 
 
 def layer_ids(layers, num_layers, model_class):
@@ -294,8 +298,13 @@ def load_drafter(folder, dtype=torch.float32, ordered=True, target=None):
     folder = Path(folder)
     config = _read_config(folder)
     try:
+        config["rope_parameters"] = _own_rotary(config, folder)
+        config.setdefault("target_hidden_size", config["hidden_size"])
+        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         with torch.device("meta"):
             wanted = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+    except UserError:
+        raise
     except Exception as error:  # numbers that make no model: torch and transformers raise many kinds
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: its config describes no drafter ({reason}); export it again") from None
@@ -374,8 +383,9 @@ def _read_config(folder):
     if not isinstance(config.get("rms_norm_eps"), float):
         raise UserError(f"{folder}: rms_norm_eps is {config.get('rms_norm_eps')!r} in its config, a number "
                         f"like 1e-6 is wanted; export the drafter again")
+    eagle = config["eagle_config"] if isinstance(config.get("eagle_config"), dict) else {}
     for key, computed in COMPUTED.items():
-        stated = (config.get("eagle_config") or {}).get(key, config.get(key))
+        stated = eagle.get(key, config.get(key))
         if stated is not None and stated != computed:
             raise UserError(f"{folder}: its config states {key} {stated!r}, which "
                             f"engines heed; here drafters have {computed!r}; use one of that kind")
@@ -386,11 +396,8 @@ def _read_config(folder):
     if not _usable(config.get("training") or {}):
         raise UserError(f"{folder}: its config has no usable training block (its target, template_kwargs, "
                         f"coverage); export the drafter again")
-    config["rope_parameters"] = _own_rotary(config, folder)
-    config.setdefault("target_hidden_size", config["hidden_size"])
-    config.setdefault("head_dim", config["hidden_size"] // max(config["num_attention_heads"], 1))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    if kv_heads < 1 or heads % kv_heads:
+    if kv_heads > 0 and heads % kv_heads:
         raise UserError(f"{folder}: its config has {kv_heads} key-value heads for {heads} heads, a divisor "
                         f"of these is wanted; export the drafter again")
     return config

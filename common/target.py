@@ -121,10 +121,10 @@ def open_target(name, revision=None, trust_remote_code=False):
                         f"(tie_word_embeddings is false); get the complete weights")
     if tied:
         lm_head_name = embedding_name
-    for name in (embedding_name, lm_head_name):
-        shape, dtype = stored_as(weights[name], name)
+    for part in (embedding_name, lm_head_name):
+        shape, dtype = stored_as(weights[part], part)
         if len(shape) != 2 or dtype not in PLAIN_DTYPES:
-            raise UserError(f"{folder}: its {name} is {dtype} of shape {shape}, {', '.join(PLAIN_DTYPES)} of "
+            raise UserError(f"{folder}: its {part} is {dtype} of shape {shape}, {', '.join(PLAIN_DTYPES)} of "
                             "[V, H] is wanted; take a checkpoint that leaves it unquantised")
     vocab_size, hidden_size = shape
     architectures = raw.get("architectures") or [""]

@@ -162,8 +162,8 @@ def test_decoders_take_turns_and_are_warmed_up_outside_the_figures(folder, tmp_p
 
     load = eval_speculative.load_drafter
 
-    def named(path):
-        drafter, rows = load(path)
+    def named(path, target):
+        drafter, rows = load(path, target=target)
         drafter.config["_name"] = Path(path).name
         return drafter, rows
 

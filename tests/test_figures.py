@@ -214,7 +214,7 @@ def test_shards_are_checked_against_target_and_layers(tmp_path):
     assert len(check_shards(stranger, here, force=True)) == 1
     assert "by force" in check_shards(shards(forced=["seed"]), here)[0]
     # what the extraction states is what the files hold
-    template = chat_template_sha256(load_tokenizer(target.folder))
+    template = chat_template_sha256(load_tokenizer(target))
     assert check_shards(shards(chat_template_sha256=template), here) == []
     [sentence] = check_shards(shards(chat_template_sha256="2" * 64), here)
     assert f"SHARDS was made for another chat template: 222222222222 there, {template[:12]} here" in sentence
@@ -225,7 +225,7 @@ def test_shards_are_checked_against_target_and_layers(tmp_path):
         if folder.name == "config":  # where older tokenizers have it
             config = json.loads((folder / "tokenizer_config.json").read_text())
             (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": text + "x"}))
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(open_target(folder))
         assert (stored_template_sha256(folder) or None) == chat_template_sha256(tokenizer) != template
         other = open_target(folder)
         for record in (target_record(other, other.facts()), target_record(other, other.facts(), tokenizer)):
