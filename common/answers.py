@@ -21,7 +21,6 @@ KIMI = ("<|tool_calls_section_begin|>",
 HERMES = ("<tool_call>", re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL))
 XML_CALL = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|$)", re.DOTALL)
 XML_ARGUMENT = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
-OTHER_CALLS = re.compile("tool|function|python", re.IGNORECASE)
 
 
 def marks_of(template):
@@ -38,24 +37,19 @@ def marks_of(template):
     return kind, thinking, [*([HERMES[0]] if kind else []), *(thinking or ())]
 
 
-def parse_answer(text, template, tools, opened, added=()):
+def parse_answer(text, template, tools, opened):
     """(reasoning, content, calls) of an answer; calls: [(name, arguments, an object)].
 
     tools: those of the request, or None: without them engines leave calls in the text. opened: whether the
-    prompt ends within reasoning. added: the tokenizer's added tokens. Raises Skip for calls that cannot be
-    told or that an engine would not take back.
+    prompt ends within reasoning. Raises Skip for calls that an engine would not take back.
     """
     kind, thinking, _ = marks_of(template)
     if kind == "harmony":
         return _parse_harmony(text, tools)
     starts = {"kimi": KIMI[0], "xml": HERMES[0], "hermes": HERMES[0]}
-    start = starts.get(kind) if tools else None
+    start = starts.get(kind)
     reasoning, content = _split_reasoning(text, thinking, opened, start) if thinking else ("", text)
-    if not tools:
-        return reasoning, content, []
-    if kind is None and any(OTHER_CALLS.search(token) and token in content for token in added):
-        raise Skip("tool call in a form that is not known", "nothing here reads the calls of this template")
-    if start not in content:
+    if not tools or not start or start not in content:
         return reasoning, content, []
     before = content.partition(start)[0]
     if kind == "kimi":

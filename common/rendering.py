@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections import Counter
+from functools import cached_property
 
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -20,10 +21,12 @@ REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, Inde
 # how a template may want a call: its arguments as an object or as JSON text, the content beside it "" or
 # null. The first is what engines give; the others are for templates that refuse or hide such calls.
 CALL_FORMS = ((False, ""), (False, None), (True, ""), (True, None))
+CALL_TOKEN = re.compile("tool|function|python", re.IGNORECASE)  # tokens that stand around calls
 LEARNT, LEFT_OUT = 1, 2  # kinds of spans of a rendering that stand for an answer
 # a thinking block without a thought, also one that the header opened
 EMPTY_THINKING = re.compile(r"\s*(?:" + "|".join(f"(?:{re.escape(opened)})?\\s*{re.escape(closed)}"
                                                 for opened, closed in THINKING) + r")\s*")
+EMPTY_THINKING_LAST = re.compile(EMPTY_THINKING.pattern + "$")
 
 
 class Renderer:
@@ -111,6 +114,29 @@ class Renderer:
                 break
         return [_in_form(message, *best) for message in messages]
 
+    @cached_property
+    def _calls_are_read(self):
+        """(whether a call as the template writes it is read back, what it writes before the name, or the name
+        of a stand-in where that cannot be told)."""
+        call, told = _stand_in_call(0), [{"role": "user", "content": "Hi"}]
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        kinds = {key: {"type": "string", "description": "Stand-in"} for key in arguments}
+        tools = [{"type": "function", "function": {
+            "name": name, "description": "Stand-in", "parameters": {"type": "object", "properties": kinds}}}]
+        template = self.tokenizer.get_chat_template(None, tools)
+        _, thinking, _ = marks_of(template)
+        try:
+            before = self.prompt(told, tools)
+            text = self.render(self.served([*told, {**_answer(""), "tool_calls": [call]}], tools), tools)
+            shared = _common(text, before)
+            text = re.search("<[^>]*$|$", text[:shared])[0] + text[shared:]  # never a part of a mark
+            opened = bool(thinking) and before.rstrip().endswith(thinking[0])
+            read = parse_answer(text, template, tools, opened)[2] == [(name, arguments)]
+        except Skip:
+            read, text = False, ""
+        start = text.partition(name)[0] if name in text else ""
+        return read, (start.rpartition(thinking[1])[2] if thinking else start).strip() or name
+
     def message(self, ids, told, tools=None):
         """The assistant's message that an engine makes of an answer's ids to the messages `told`. Raises Skip
         for a call that cannot be told."""
@@ -123,8 +149,11 @@ class Renderer:
         if any(mark in whole and mark not in text for mark in marks):
             text = whole
         opened = bool(thinking) and self.prompt(told, tools).rstrip().endswith(thinking[0])
-        reasoning, content, calls = parse_answer(text, template, tools, opened,
-                                                 self.tokenizer.get_added_vocab())
+        read, mark = self._calls_are_read if tools else (True, "")
+        reasoning, content, calls = parse_answer(text, template, tools if read else None, opened)
+        if not read and (mark in content or any(CALL_TOKEN.search(token) and token in content
+                                                for token in self.tokenizer.get_added_vocab())):
+            raise Skip("tool call in a form that is not known", "nothing here reads this template's calls")
         message = _answer(content)
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -147,7 +176,7 @@ class Renderer:
         """
         messages = self.served(messages, tools)
         text = self.render(messages, tools)
-        dropped = self._dropped(messages, tools, text)
+        dropped, messages = self._dropped(messages, tools, text)
         ids, mask = self._tagged(messages, tools)
         found, kinds = self._mask_spans(text, self.answer_spans(messages, tools, text))
         if not any(mask):
@@ -177,17 +206,20 @@ class Renderer:
             if message["role"] != "assistant":
                 continue
             start, end = self._find_answer(messages, tools, text, n, header, lower)
-            start = max(start, lower)
+            upper, start = lower, max(start, lower)
             lower = max(start, end)
             if not text[start:lower].strip():
                 continue
             if message.get("weight") == 0:
                 spans.append((start, lower, LEFT_OUT))
                 continue
-            block = EMPTY_THINKING.match(text, start, lower)
-            if block and not EMPTY_THINKING.match(message["content"] or ""):  # not what the target wrote
-                spans.append((start, block.end(), LEFT_OUT))
-                start = block.end()
+            if not EMPTY_THINKING.match(message["content"] or ""):  # otherwise the target wrote it
+                block = EMPTY_THINKING.match(text, start, lower)
+                start = block.end() if block else start
+                before = max(upper, start - 64)
+                block = EMPTY_THINKING_LAST.search(text[before:start])
+                if block:
+                    spans.append((before + block.start(), start, LEFT_OUT))
             if start < lower:
                 spans.append((start, lower, LEARNT))
         return spans
@@ -206,13 +238,16 @@ class Renderer:
             others = [self.render(_replaced(messages, n, _answer(words)), tools) for words in STAND_INS]
         except Skip:
             others = [text, text]
+        calls = messages[n].get("tool_calls")
+        alone = _common(text, self.render(messages[: n + 1], tools)) if calls else len(text)
         if others[0] == others[1]:  # a tool call whose place no plain answer can take
-            return (_common(text, self.render(messages[:n], tools, answer_next=True)),
-                    _common(text, self.render(messages[: n + 1], tools)))
+            return _common(text, self.render(messages[:n], tools, answer_next=True)), alone
         start = _common(text, *others)
         end = len(text) - _common(text[::-1], *(other[::-1] for other in others))
+        if start < alone:  # what follows may show calls and plain answers in different ways
+            end = min(end, alone)
         # the answer begins behind the header: a thinking block that both renderings begin with is part of it
-        found = text.rfind(header, lower, start) if header else -1
+        found = text.rfind(header, lower, start - 1 + len(header)) if header else -1
         return (found + len(header) if found >= 0 else start), end
 
     def _mask_spans(self, text, spans):
@@ -273,8 +308,9 @@ class Renderer:
         return self.spaces[token]
 
     def _dropped(self, messages, tools, text):
-        """What could be left out without any change in the rendering, counted by turns."""
-        dropped = Counter()
+        """(what could be left out without any change in the rendering, counted by turns; the messages without
+        reasoning of that kind, whose beginnings are rendered as in the whole)."""
+        dropped, kept = Counter(), [*messages]
         for n, message in enumerate(messages):
             leaner = {}
             for key, what in ((self.reasoning_key, "reasoning_content"), ("tool_calls", "tool_calls")):
@@ -287,10 +323,13 @@ class Renderer:
                 leaner["reasoning_content"] = {**message, "content": spoken}
             for key, other in leaner.items():
                 try:
-                    dropped[key] += self.render(_replaced(messages, n, other), tools) == text
+                    same = self.render(_replaced(messages, n, other), tools) == text
                 except Skip:
                     continue
-        return +dropped
+                dropped[key] += same
+                if same and message.get(self.reasoning_key) and self.reasoning_key not in other:
+                    kept[n] = other
+        return +dropped, kept
 
 
 def chat_ids(tokenizer):

@@ -130,12 +130,16 @@ def test_calls_that_no_endpoint_takes_or_nothing_here_reads_end_a_conversation(t
     with pytest.raises(Skip, match="arguments of eggs"):
         wrote = renderer.ids('<tool_call>{"name": "eggs", "arguments": [3]}</tool_call>')
         renderer.message(wrote, [ASK], TOOLS)
-    renderer = renderer_of(tokenizer, tiny.CHAT_TEMPLATE)
-    wrote = renderer.ids('[TOOL_CALLS][{"name": "eggs"}]')
-    with pytest.raises(Skip) as skip:
-        renderer.message(wrote, [ASK], TOOLS)
-    assert skip.value.reason == "tool call in a form that is not known"
-    assert renderer.message(wrote, [ASK])["content"].startswith("[TOOL_CALLS]")
+    # by a token of its own, and by what the template writes before a name
+    other = QWEN.replace('{\"name\": \"{{', "<invoke name={{")
+    for template, text in ((tiny.CHAT_TEMPLATE, '[TOOL_CALLS][{"name": "eggs"}]'),
+                           (other, "So: <tool_call>\n<invoke name=eggs")):
+        renderer = renderer_of(tokenizer, template)
+        with pytest.raises(Skip) as skip:
+            renderer.message(renderer.ids(text), [ASK], TOOLS)
+        assert skip.value.reason == "tool call in a form that is not known"
+        assert renderer.message(renderer.ids(text), [ASK])["content"] == text
+        assert renderer.message(renderer.ids("Two."), [ASK], TOOLS)["content"] == "Two."
 
 
 def test_special_tokens_in_an_answer_are_no_text(tokenizer):
@@ -143,7 +147,43 @@ def test_special_tokens_in_an_answer_are_no_text(tokenizer):
     assert renderer.message(renderer.ids("Two<|im_start|> hens.<|im_end|>"), [ASK])["content"] == "Two hens."
 
 
-def test_a_second_turn_of_harmony_learns_what_the_target_writes(tokenizer):
+def test_a_call_that_no_plain_answer_can_replace_is_supervised(tokenizer):
+    """gpt-oss's template shows the reasoning beside a call only while no final answer follows, and refuses a
+    tool's result behind a plain answer."""
+    template = HARMONY.replace("{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>"
+                               "{{ m.thinking }}<|end|>{% endif %}<|start|>assistant to=",
+                               "{% if m.thinking and messages[-1].tool_calls %}<|start|>assistant<|channel|>"
+                               "analysis<|message|>{{ m.thinking }}<|end|>{% endif %}<|start|>assistant to=")
+    template = template.replace("{% else %}<|start|>{{ m.role }}", (
+        "{% else %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}<|start|>{{ m.role }}"))
+    call = {"function": {"name": "eggs", "arguments": {"n": 3}}}
+    chat = [ASK, {"role": "assistant", "content": None, "reasoning": "Hens.", "tool_calls": [call]},
+            {"role": "tool", "content": "4"}, {"role": "assistant", "content": "Two."}]
+    ids, mask, dropped = renderer_of(tokenizer, template).encode(parse_row({"messages": chat})["messages"])
+    assert tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on]) == (
+        " to=functions.eggs<|channel|>commentary json<|message|>{\"n\": 3}<|call|>"
+        "<|channel|>final<|message|>Two.<|return|>")
+    assert dropped == {"reasoning_content": 1}
+
+
+def test_the_result_of_a_tool_is_not_part_of_the_call(tokenizer):
+    """Where the template shows it in another way behind a plain answer, as DeepSeek-V3.2's."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}<|im_end|>"
+        "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].tool_calls %}"
+        "<result>{{ m.content }}</result>{% else %}{{ m.content }}"
+        "{% endif %}<|im_end|>{% else %}<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}")
+    call = {"function": {"name": "eggs", "arguments": {}}}
+    chat = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": "Two."}]
+    ids, mask, _ = renderer_of(tokenizer, template).encode(parse_row({"messages": chat})["messages"])
+    assert tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on]) == (
+        "<call>eggs</call><|im_end|>Two.<|im_end|>")
+
+
+def test_an_answer_of_harmony_is_supervised_with_its_channels(tokenizer):
     renderer = renderer_of(tokenizer, HARMONY)
     row = {"messages": [ASK, {"role": "assistant", "content": "Two.", "thinking": "Hens."}]}
     ids, mask, dropped = renderer.encode(parse_row(row)["messages"])
