@@ -26,7 +26,7 @@ import torch
 
 from common.accept import FEW, figures, names, rounded, simulated_figures, speed_interval
 from common.cli import Parser, Progress, UserError, in_range, positive_int, run, say, split_words
-from common.conversations import Skip, count_text, parse_row, read_rows
+from common.conversations import Skip, count_text, parse_row, read_rows, text_ids
 from common.decode import LEAST_TEMPERATURE, decode, distribution, head_seconds, transformers_generate
 from common.drafter import Drafter, captured_layers, check_embedding, load_drafter
 from common.files import replace_file
@@ -397,12 +397,22 @@ class Wave:
                 script.clear()
         self.conversations = [conversation for conversation in self.conversations if conversation.script]
 
-    def answered(self, renderer):
+    def answered(self, renderer, skipped):
         """Put the answers into the conversations, for the turns that follow: plain decoding's, without it the
-        first drafter's."""
+        first drafter's. A conversation that cannot go on is treated as `prepare` does."""
         group = self.groups.get(PLAIN) or self.groups[1]
         for conversation, one in zip(self.conversations, group.answers, strict=True):
-            conversation.script[conversation.script.index(None)] = renderer.message(one.ids)
+            script = conversation.script
+            told = script[: script.index(None)]
+            if script.count(None) == 1:
+                script.clear()
+                continue
+            try:
+                script[len(told)] = renderer.message(one.ids, told, conversation.tools)
+            except Skip as skip:
+                skipped[skip.reason] += script.count(None) - 1
+                say(f"line {conversation.line + 1} skipped: {skip}")
+                script.clear()
 
 
 def read_prompts(path, limit, setup, force=False):
@@ -452,7 +462,7 @@ def parse_prompt(row, tokenizer):
             raise
         parsed = parse_row(row, regenerate=True)
     if "text" in parsed:
-        return None, [tokenizer(parsed["text"])["input_ids"], None]
+        return None, [text_ids(tokenizer, parsed["text"]), None]
     if "input_ids" in parsed:
         ids, mask = parsed["input_ids"], parsed["loss_mask"]
         first = mask.index(1) if 1 in mask else 0
@@ -657,7 +667,7 @@ def decode_with(decoder, args, runs, renderer, skipped, progress):
                 wave.groups[number] = decoder.decode(number, prompts, args.max_new_tokens, concurrency)
                 progress.update(len(prompts) * (number != TRANSFORMERS))
             if fresh:
-                wave.answered(renderer)
+                wave.answered(renderer, counted)
 
 
 def fill(args, setup, local, runs, summary):

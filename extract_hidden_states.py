@@ -904,8 +904,21 @@ def write_answers(backend, conversations, job, skipped, progress):
         for (conversation, turn, prompt), answer in zip(asked, answers, strict=True):
             mask = [0] * len(prompt) + [1] * len(answer)
             samples.append(sample_of(conversation, prompt + answer, mask, turn))
-            messages = conversation["messages"]
-            messages[messages.index(None)] = job.renderer.message(answer)
+            put_back(conversation, answer, job.renderer, skipped)
+
+
+def put_back(conversation, answer, renderer, skipped):
+    """Make an answer part of what the next turn is told, as an engine would; where that cannot be, no more is
+    asked."""
+    messages, told = conversation["messages"], first_question(conversation)
+    if messages.count(None) == 1:
+        messages.clear()
+        return
+    try:
+        messages[len(told)] = renderer.message(answer, told, conversation["tools"])
+    except Skip as skip:
+        skipped[skip.reason] += 1
+        messages.clear()
 
 
 def ask(conversations, job, skipped):
