@@ -810,7 +810,7 @@ def say_server(job):
         if gpus is None:
             say("how large the target is cannot be told from its config: add --tp N for N GPUs to the server")
         else:
-            say(f"the target has {parameters / 1e9:,.3g} B parameters, about {human_bytes(size)} as served: "
+            say(f"the target has {parameters / 1e9:,.1f} B parameters, about {human_bytes(size)} as served: "
                 f"GPUs of {args.gpu_gb:g} GB: {gpus}")
         if gpus and gpus > 1:
             arguments = ["--tp", str(gpus), *arguments]
