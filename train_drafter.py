@@ -981,8 +981,9 @@ def plan_from_config(args):
     steps = min(-(-tokens // batch_tokens), args.max_steps or tokens)
     hours = tokens / args.tokens_per_second / 3600 if args.tokens_per_second else None
     took = "" if hours is None else f", {hours:.1f} hours at {args.tokens_per_second:g} tokens/s"
+    precision = accelerator.mixed_precision
     say(f"plan for {target.name}: {args.tokens:,} tokens, {epochs} epochs, about {steps:,} steps of "
-        f"{batch_tokens:,} tokens, depth {args.ttt_steps}, mixed precision {accelerator.mixed_precision}{took}")
+        f"{batch_tokens:,} tokens, depth {args.ttt_steps}, mixed precision {precision}{took}")
     say_columns(columns)
     sizes = storages(target.hidden_size, min(CANDIDATES, full))
     say_storages(sizes, args.tokens)
