@@ -946,8 +946,8 @@ def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerat
     # lm_head's copy and the product that is added to its gradient.
     joined = layer if wide == 2 else 2 * hidden * (heads + 2 * kv_heads) * size + 2 * hidden * inner
     copies = wide * (joined + layer + head * ((wide == 2) + drafter.lm_head.weight.requires_grad))
-    # What autograd keeps of a row: of each depth seven of the width, four of the MLP's, and q, k, v and the
-    # output, before rotation, too, where keys are not repeated; of depth 0 more.
+    # What autograd keeps of a row: of each depth seven of the width, four of the MLP's, q, k, v and the
+    # output, and where keys are not repeated also q and k before their rotation; once, what tokens add.
     attention = size * (6 * heads if kv_heads == heads else 4 * heads + kv_heads)
     mlp = 0 if args.gradient_checkpointing else hidden + 4 * inner
     kept = depths * (6 * hidden + mlp + attention) + 3 * hidden + size * (2 * heads + 2 * kv_heads)
@@ -958,7 +958,7 @@ def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerat
     logits = wide * rows * (chunk * (depths + (1 if compact else 2)) + PIECE)
     return {"weights, gradients and moments": state,
             "embedding, teacher and copies": embedding_bytes + wide * teacher_rows * hidden + copies,
-            f"batches and what is kept of {tokens:,} tokens": tokens * (wide * kept + 2 * batch) + logits}
+            "batches and what is kept of them": tokens * (wide * kept + 2 * batch) + logits}
 
 
 def sharded():
@@ -1020,15 +1020,15 @@ def say_columns(columns):
     def line(title, values):
         say(f"{title:<50}" + "".join(f"{value:>16}" for value in values))
 
-    columns_of = list(columns.values())
     line("drafter: rows of its lm_head", [f"{rows:,}" for rows in columns])
+    columns = list(columns.values())
     for title, key in (("the layer", "layer"), ("fc", "fc"), ("lm_head", "lm_head"),
                        ("embedding, the target's, frozen", "embedding")):
-        line(f"  {title}", [f"{column[key] / 1e6:,.1f} M" for column in columns_of])
-    for title in columns_of[0]["memory"]:
-        line(f"  {title}", [human_bytes(column["memory"][title]) for column in columns_of])
-    line("  memory of a process, together", [human_bytes(column["memory_bytes"]) for column in columns_of])
-    line("  a checkpoint on disk", [human_bytes(column["checkpoint_bytes"]) for column in columns_of])
+        line(f"  {title}", [f"{column[key] / 1e6:,.1f} M" for column in columns])
+    for title in columns[0]["memory"]:
+        line(f"  {title}", [human_bytes(column["memory"][title]) for column in columns])
+    line("  memory of a process, together", [human_bytes(column["memory_bytes"]) for column in columns])
+    line("  a checkpoint on disk", [human_bytes(column["checkpoint_bytes"]) for column in columns])
 
 
 def plan_commands(args, target, draft_vocab, memory):
@@ -1038,12 +1038,12 @@ def plan_commands(args, target, draft_vocab, memory):
     gpus = serving_size(target, args.gpu_gb, args.trust_remote_code)[2]
     if gpus != 1:
         commands[0] += f" --backend sglang --server-arguments '--tp {gpus or 'N'}'"
-    words, skip = [], False
+    words, skip, left_out = [], False, {f"--{name.replace('_', '-')}" for name in (*PLANNING, "out")}
     for word in sys.argv[1:]:
-        flag = word.split("=")[0].removeprefix("--").replace("-", "_")
-        if not skip and flag not in (*PLANNING, "dry_run", "out"):
+        flag = word.split("=")[0]
+        if not skip and flag not in {*left_out, "--dry-run"}:
             words.append(word)
-        skip = flag in (*PLANNING, "out") and "=" not in word
+        skip = word in left_out  # and its value
     if draft_vocab < target.vocab_size:
         commands.append(f"python build_vocab_map.py --shards shards --draft-vocab {draft_vocab} --out map")
         if not args.vocab_map:

@@ -71,6 +71,10 @@ def test_a_plan_is_within_20_lines_and_names_the_commands(work, capfd):
     given = f"--target {work / 'bare'} --draft-vocab 100 --ttt-steps 2"
     assert told["commands"][2] == ("accelerate launch train_drafter.py --shards shards --out drafter "
                                    f"{given} --vocab-map map")
+    crowded = plan(work / "bare", "--draft-vocab", "full", "--tokens", 90000, "--gpu-gb=0.001", "--out", "x")
+    assert len(crowded["commands"]) == 2 and "--tp 2" in crowded["commands"][0]  # 1.1 MB of weights
+    assert "--use_fsdp" in crowded["commands"][1] and "--gpu-gb" not in crowded["commands"][1]
+    assert crowded["commands"][1].endswith(f"--target {work / 'bare'} --draft-vocab full")
 
 
 @pytest.mark.parametrize("flags", [("fp8", "compact"), ("bf16", "compact"), ("fp8", "states"),
