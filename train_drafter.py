@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -70,11 +71,13 @@ from common.files import (
     sha256_file,
     write_sealed,
 )
-from common.loss import CompactTeacher, Teacher, TrainStep, simulate, simulated
+from common.loss import CHUNK_BYTES, PIECE, CompactTeacher, Teacher, TrainStep, simulate, simulated
+from common.plan import FILLED, say_storages, serving_size, storages
 from common.plots import check_plot, plot_training
 from common.provenance import compare, made_for, target_record
 from common.shards import (
     ACKNOWLEDGED,
+    CANDIDATES,
     MANIFEST,
     Shards,
     acknowledged,
@@ -108,7 +111,8 @@ FRESH_STEPS, FRESH_TOKENS = 32, 256  # what its steps are: half a minute on two 
 DIVERGED = "training diverged; begin again in another --out with a lower --lr and --muon-lr"
 
 # Of the arguments: what --resume may change, and what is compared by content, wherever it lies.
-MAY_CHANGE = ("out", "resume", "dry_run", "verify", "log_with", "keep", "save_every", "plot",
+PLANNING = ("tokens", "tokens_per_second", "gpu_gb")  # what only --dry-run reads
+MAY_CHANGE = (*PLANNING, "out", "resume", "dry_run", "verify", "log_with", "keep", "save_every", "plot",
               "gradient_checkpointing")
 BY_CONTENT = ("target", "shards", "eval_shards", "vocab_map", "checkpoint", "remap_vocab")
 FILES = ("config.json", "model.safetensors", "state/weights.safetensors", "state/optimizer.safetensors",
@@ -188,10 +192,10 @@ def parse_args():
     parser = Parser(__doc__, usage="%(prog)s --shards DIR --target MODEL --draft-vocab N|full "
                                    "[--vocab-map DIR] --out DIR [options]")
     add = parser.add_argument_group("what everyone gives").add_argument
-    add("--shards", required=True, metavar="DIR", help="folder of extract_hidden_states.py")
+    add("--shards", metavar="DIR", help="folder of extract_hidden_states.py")
     add("--target", required=True, metavar="MODEL", help="folder or hub id of the target; its config, "
         "embedding and lm_head are read, it is never loaded")
-    add("--out", required=True, type=Path, metavar="DIR", help="folder for the drafter; new, empty, or with "
+    add("--out", type=Path, metavar="DIR", help="folder for the drafter; new, empty, or with "
         "--resume an earlier run's")
     add("--draft-vocab", required=True, metavar="N|full", help="rows of the drafter's lm_head: a size such "
         "as 32000, which needs --vocab-map, or full. No default: fewer rows are faster at every drafting "
@@ -270,6 +274,12 @@ def parse_args():
         "writes them, each once, and acknowledge what a checkpoint covers, which is then removed; default "
         "off: all shards are there")
     add("--dry-run", action="store_true", help="print what would be trained and what it costs, and stop")
+    add("--tokens", type=positive_int, help="with --dry-run and without --shards and --out: plan for so many "
+        "tokens from the target's config.json alone, without weights; default none: the shards are counted")
+    add("--tokens-per-second", type=in_range(0), help="with --tokens: the speed of training, all processes "
+        "together, for the hours; default none: no hours")
+    add("--gpu-gb", type=in_range(0), default=80, metavar="GB", help="with --tokens: memory of one GPU, for "
+        "the printed commands; default 80")
 
     add = parser.add_argument_group("rarely").add_argument
     add("--verify", action="store_true", help="first check the sha256 of every shard, which reads all of "
@@ -285,6 +295,8 @@ def parse_args():
 def main():
     args = parse_args()
     check_arguments(args)
+    if args.tokens:
+        return plan_from_config(args)
     inputs = open_inputs(args)
     start = choose_start(args, inputs)
     plan = make_plan(args, inputs)
@@ -294,7 +306,7 @@ def main():
         check_run(args.out, settings, args.resume)
     describe(args, inputs, start, plan)
     if args.dry_run:
-        return dry_run_summary(args, inputs, start, plan)
+        return dry_run_summary(args, inputs, start, plan, accelerator)
     training = begin(args, inputs, start, plan, accelerator, settings)
     train(training)
     finish(training)
@@ -303,6 +315,17 @@ def main():
 
 def check_arguments(args):
     """Refuse what can be told from the arguments alone."""
+    if args.tokens and not args.dry_run:
+        raise UserError("--tokens is for --dry-run; give that too, or --shards to train on")
+    if args.tokens and (args.shards or args.init == "checkpoint" or args.follow):
+        raise UserError("--tokens plans a new drafter without shards; leave out --tokens, or --shards, "
+                        "--follow and --init checkpoint")
+    if args.tokens_per_second and not args.tokens:
+        raise UserError("--tokens-per-second is for --dry-run with --tokens; give those, or leave it out")
+    missing = [f"--{name}" for name in ("shards", "out") if not args.tokens and not getattr(args, name)]
+    if missing:
+        raise UserError(f"the following arguments are required: {', '.join(missing)}; --help lists the "
+                        "arguments")
     if args.init == "checkpoint" and not args.checkpoint:
         raise UserError("--init checkpoint needs --checkpoint, the folder of the drafter to start from")
     if args.init == "scratch" and args.checkpoint:
@@ -321,7 +344,8 @@ def check_arguments(args):
         raise UserError(f"--log-with {args.log_with}: it is not installed; pip install {args.log_with}")
     if args.plot:
         check_plot(args.plot, args.out)
-    check_output_folder(args.out, "run.json")
+    if args.out:
+        check_output_folder(args.out, "run.json")
 
 
 # What is trained on
@@ -655,7 +679,7 @@ def make_plan(args, inputs):
     shards, samples = inputs.shards, inputs.samples
     epochs = args.epochs or (1 if args.follow else 2)
     tokens = expected_tokens(shards) if args.follow else int(shards.index[samples, 2].sum()) * epochs
-    batch_tokens = args.batch_tokens or min(8192, max(512, tokens // 500))
+    batch_tokens = step_tokens(args, tokens)
     if args.follow:
         order = Stream(shards, args.out, batch_tokens, args.max_steps, args.seed)
     else:
@@ -663,6 +687,11 @@ def make_plan(args, inputs):
     lr = args.lr or float(f"{0.3 / inputs.target.hidden_size:.1e}")
     every = args.eval_every or max(1, order.steps // 10)
     return Plan(order, epochs, batch_tokens, lr, every, args.save_every or every)
+
+
+def step_tokens(args, tokens):
+    """Tokens of a step, of `tokens` in all epochs."""
+    return args.batch_tokens or min(8192, max(512, tokens // 500))
 
 
 class Order:
@@ -945,26 +974,168 @@ def head_and_layer(drafter):
     return head, sum(parameter.numel() for parameter in drafter.parameters()) - head
 
 
-def dry_run_summary(args, inputs, start, plan):
+def dry_run_summary(args, inputs, start, plan, accelerator):
     """The summary of --dry-run, after what it costs was said."""
     order = plan.order
-    head, layer = head_and_layer(start.drafter)
-    tables = inputs.embedding.numel() + head  # beside the weights: the embedding and the teacher's lm_head
-    memory = 4 * 4 * start.trainable + 4 * tables
-    # Float32 weights, two moments and the export in bfloat16; of the layer's matrices muon has one moment.
-    disk = 14 * start.trainable - 4 * layer
+    compact, table = "teacher_ids" in inputs.shards.manifest["stored"], inputs.embedding.nbytes
+    memory = step_memory(args, start.drafter, table, compact, plan.batch_tokens, accelerator)
+    disk = checkpoint_bytes(start.drafter)
     tried = ""
     if args.init == "checkpoint":
         tried = "; the checkpoint is tried before the first step, not in a dry run"
-    say(f"weights, gradients, moments, embedding and teacher need about {human_bytes(memory)} in each "
-        f"process, the batches beside them; a checkpoint takes {human_bytes(disk)} of disk, and {args.keep} "
-        f"are kept{tried}")
+    parts = ", ".join(f"{human_bytes(size)} for {what}" for what, size in memory.items())
+    say(f"each process needs about {human_bytes(sum(memory.values()))}: {parts}; a checkpoint takes "
+        f"{human_bytes(disk)} of disk, and {args.keep} are kept{tried}")
     return {
         "steps": order.steps, "epochs": order.epochs, "tokens": order.tokens,
         "trainable_params": start.trainable, "draft_vocab": len(start.drafter.lm_head.weight),
-        "init": args.init, "memory_bytes": memory, "checkpoint_bytes": disk, "dry_run": True,
+        "init": args.init, "memory_bytes": sum(memory.values()), "checkpoint_bytes": disk, "dry_run": True,
         "batch_tokens": plan.batch_tokens, "lr": plan.lr, "warnings": inputs.warnings, "out": str(args.out),
     }
+
+
+def is_matrix(name, parameter):
+    """Whether muon takes it: a matrix of the layer."""
+    return parameter.dim() == 2 and name != "lm_head.weight"
+
+
+def checkpoint_bytes(drafter):
+    """Of a checkpoint: float32 weights and the export in bfloat16; of what is trained two moments, of the
+    layer's matrices one."""
+    return sum(parameter.numel() * (6 + parameter.requires_grad * (4 if is_matrix(name, parameter) else 8))
+               for name, parameter in drafter.named_parameters())
+
+
+def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerator):
+    """{what: bytes} of a process at the fullest moment of a step of `batch_tokens`, all of them supervised;
+    without the device's own and what is lost between pieces. The drafter may be on the meta device."""
+    processes, wide = accelerator.num_processes, 2 if accelerator.mixed_precision == "bf16" else 4
+    config, depths = drafter.config, args.ttt_steps
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head = drafter.lm_head.weight.numel()
+    layer = sum(part.numel() for name, part in drafter.named_parameters() if is_matrix(name, part))
+    trained = sum(part.numel() for part in drafter.parameters() if part.requires_grad)
+    tokens = -(-batch_tokens // (processes * args.gradient_accumulation_steps))
+
+    # Weights, gradients, moments: muon has one, AdamW two.
+    state = 4 * sum(part.numel() for part in drafter.parameters()) + 12 * trained - 4 * layer
+    if sharded():
+        state = state // processes + wide * (head + layer) + 4 * trained
+    elif processes > 1:
+        state += 4 * trained  # DDP's buckets
+    teacher_rows = 0 if compact else config["vocab_size" if args.loss != "kl" else "draft_vocab_size"]
+    # In bfloat16 the layer's matrices once more, in float32 those that are joined; all their gradients; the
+    # lm_head's copy and the product that is added to its gradient.
+    joined = layer if wide == 2 else 2 * hidden * (heads + 2 * kv_heads) * size + 2 * hidden * inner
+    copies = wide * (joined + layer + head * ((wide == 2) + drafter.lm_head.weight.requires_grad))
+    # What autograd keeps of a row: of each depth seven of the width, four of the MLP's, q, k, v and the
+    # output, and where keys are not repeated also q and k before their rotation; once, what tokens add.
+    attention = size * (6 * heads if kv_heads == heads else 4 * heads + kv_heads)
+    mlp = 0 if args.gradient_checkpointing else hidden + 4 * inner
+    kept = depths * (6 * hidden + mlp + attention) + 3 * hidden + size * (2 * heads + 2 * kv_heads)
+    kept += 3 * hidden if wide == 4 else 0  # the batch's states, which come in bfloat16
+    batch = 2 * (3 if compact else 4) * hidden + (6 * CANDIDATES if compact else 0) + 17
+    rows = config["draft_vocab_size"]
+    chunk = min(tokens, max(1, CHUNK_BYTES // (wide * rows * depths)))
+    logits = wide * rows * (chunk * (depths + (1 if compact else 2)) + PIECE)
+    return {"weights, gradients and moments": state,
+            "embedding, teacher and copies": embedding_bytes + wide * teacher_rows * hidden + copies,
+            "batches and what is kept of them": tokens * (wide * kept + 2 * batch) + logits}
+
+
+def sharded():
+    """Whether weights are spread over the processes."""
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return fsdp and torch.distributed.is_initialized()
+
+
+def plan_from_config(args):
+    """The summary of --dry-run --tokens, after the plan was said: of the target its config.json is all that
+    is read."""
+    target = open_target(args.target, args.revision, args.trust_remote_code, config_only=True)
+    full, chosen = target.vocab_size, decide_vocabulary(args.draft_vocab, target.vocab_size)
+    accelerator = open_accelerator(args)
+    epochs = args.epochs or 2
+    tokens = args.tokens * epochs
+    batch_tokens = step_tokens(args, tokens)
+    columns = {rows: plan_drafter(args, target, rows, batch_tokens, accelerator)
+               for rows in sorted({chosen, min(32000, full), full})}
+    steps = min(-(-tokens // batch_tokens), args.max_steps or tokens)
+    hours = tokens / args.tokens_per_second / 3600 if args.tokens_per_second else None
+    took = "" if hours is None else f", {hours:.1f} hours at {args.tokens_per_second:g} tokens/s"
+    precision = accelerator.mixed_precision
+    say(f"plan for {target.name}: {args.tokens:,} tokens, {epochs} epochs, about {steps:,} steps of "
+        f"{batch_tokens:,} tokens, depth {args.ttt_steps}, mixed precision {precision}{took}")
+    say_columns(columns)
+    sizes = storages(target.hidden_size, min(CANDIDATES, full))
+    say_storages(sizes, args.tokens)
+    commands = plan_commands(args, target, chosen, columns[chosen]["memory_bytes"])
+    for command in commands:
+        say(command)
+    mine = columns[chosen]
+    return {
+        "dry_run": True, "tokens": tokens, "epochs": epochs, "steps": steps, "batch_tokens": batch_tokens,
+        "draft_vocab": chosen, "sizes": {str(rows): column for rows, column in columns.items()},
+        "memory_bytes": mine["memory_bytes"], "checkpoint_bytes": mine["checkpoint_bytes"],
+        "bytes_per_token": sizes, "bytes": {name: int(size * args.tokens) for name, size in sizes.items()},
+        "hours": hours, "commands": commands,
+    }
+
+
+def plan_drafter(args, target, rows, batch_tokens, accelerator):
+    """A column of the plan: parameters and bytes of a new drafter with so many lm_head rows, and its
+    training by the compact teacher."""
+    layers = [2, 3, 4]  # no size depends on which
+    with torch.device("meta"):
+        drafter = Drafter(drafter_config(target, rows, layers))
+    drafter.lm_head.weight.requires_grad_(not args.freeze_lm_head)
+    drafter_head, others = head_and_layer(drafter)
+    fc, table = drafter.fc.weight.numel(), target.vocab_size * target.hidden_size
+    table_bytes = table * (4 if target.text.get("dtype") == "float32" else 2)
+    memory = step_memory(args, drafter, table_bytes, True, batch_tokens, accelerator)
+    return {"layer": others - fc, "fc": fc, "lm_head": drafter_head, "embedding": table, "memory": memory,
+            "memory_bytes": sum(memory.values()), "checkpoint_bytes": checkpoint_bytes(drafter)}
+
+
+def say_columns(columns):
+    """The drafter and its training, a column for each number of lm_head rows."""
+    def line(title, values):
+        say(f"{title:<50}" + "".join(f"{value:>16}" for value in values))
+
+    line("drafter: rows of its lm_head", [f"{rows:,}" for rows in columns])
+    columns = list(columns.values())
+    for title, key in (("the layer", "layer"), ("fc", "fc"), ("lm_head", "lm_head"),
+                       ("embedding, the target's, frozen", "embedding")):
+        line(f"  {title}", [f"{column[key] / 1e6:,.1f} M" for column in columns])
+    for title in columns[0]["memory"]:
+        line(f"  {title}", [human_bytes(column["memory"][title]) for column in columns])
+    line("  memory of a process, together", [human_bytes(column["memory_bytes"]) for column in columns])
+    line("  a checkpoint on disk", [human_bytes(column["checkpoint_bytes"]) for column in columns])
+
+
+def plan_commands(args, target, draft_vocab, memory):
+    """The shell commands of the job: extraction, map, training."""
+    commands = [f"python extract_hidden_states.py --target {shlex.quote(str(args.target))} --data ROWS "
+                "--out shards --regenerate"]
+    gpus = serving_size(target, args.gpu_gb, args.trust_remote_code)[2]
+    if gpus != 1:
+        commands[0] += f" --backend sglang --server-arguments '--tp {gpus or 'N'}'"
+    words, skip, left_out = [], False, {f"--{name.replace('_', '-')}" for name in (*PLANNING, "out")}
+    for word in sys.argv[1:]:
+        flag = word.split("=")[0]
+        if not skip and flag not in {*left_out, "--dry-run"}:
+            words.append(word)
+        skip = word in left_out  # and its value
+    if draft_vocab < target.vocab_size:
+        commands.append(f"python build_vocab_map.py --shards shards --draft-vocab {draft_vocab} --out map")
+        if not args.vocab_map:
+            words += ["--vocab-map", "map"]
+    launch = "accelerate launch"
+    if memory > FILLED * args.gpu_gb * 1e9:  # weights, gradients and moments spread over GPUs
+        launch += " --use_fsdp --fsdp_version 2 --num_processes 8"
+    commands.append(f"{launch} train_drafter.py --shards shards --out drafter {shlex.join(words)}")
+    return commands
 
 
 # The beginning, or where a run goes on
@@ -999,15 +1170,13 @@ def begin(args, inputs, start, plan, accelerator, settings):
     if args.follow:
         plan.order.begin(progress)
     step = TrainStep(drafter, embedding, teacher, args.ttt_steps, DEPTH_DECAY, args.loss)
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    sharded = fsdp and torch.distributed.is_initialized()
-    model = shard(step, accelerator, compute) if sharded else accelerator.prepare(step)
+    model = shard(step, accelerator, compute) if sharded() else accelerator.prepare(step)
     parameters = {name: parameter for name, parameter in drafter.named_parameters()
                   if parameter.requires_grad}
     optimizers = make_optimizers(parameters, plan.lr, args.muon_lr)
     restore_moments(optimizers, parameters, moments)
     return Training(
-        args, inputs, start, plan, accelerator, lock, embedding, map_rows, step, model, sharded, parameters,
+        args, inputs, start, plan, accelerator, lock, embedding, map_rows, step, model, sharded(), parameters,
         optimizers, progress, saved=progress["step"], probed=probed,
         block=training_block(args, inputs, start, settings, probed),
     )
@@ -1056,10 +1225,8 @@ def make_optimizers(parameters, lr, muon_lr):
     """Muon for the layer's matrices, which learns more from the same steps than AdamW and costs no more with
     larger batches; AdamW for the lm_head and the norms. Without weight decay, as the runs are short. Each
     group states its peak rate as initial_lr."""
-    matrices = [parameter for name, parameter in parameters.items()
-                if parameter.dim() == 2 and name != "lm_head.weight"]
-    others = [parameter for name, parameter in parameters.items()
-              if parameter.dim() < 2 or name == "lm_head.weight"]
+    matrices = [parameter for name, parameter in parameters.items() if is_matrix(name, parameter)]
+    others = [parameter for name, parameter in parameters.items() if not is_matrix(name, parameter)]
     return [
         torch.optim.AdamW([{"params": others, "initial_lr": lr}], lr=lr, betas=(0.9, 0.95), weight_decay=0.0,
                           fused=True),

@@ -403,6 +403,8 @@ def _dtype(target, dtype):
     """That of the target's files for auto: SGLang's own auto makes float16 of float32."""
     if dtype != "auto":
         return dtype
+    if not target.weights:  # a plan
+        return str(target.text.get("dtype") or "bfloat16")
     with safe_open(target.weights[target.lm_head_name], framework="pt") as file:
         return FILE_DTYPES.get(file.get_slice(target.lm_head_name).get_dtype(), "bfloat16")
 

@@ -34,9 +34,9 @@ class Target:
     text: dict
     raw_text: dict  # as the file states it: hashed, so that the hash does not change with the library
     model_class: str
-    weights: dict  # tensor name -> file
-    embedding_name: str
-    lm_head_name: str
+    weights: dict  # tensor name -> file; {} of a target whose config alone was read
+    embedding_name: str | None
+    lm_head_name: str | None
     vocab_size: int  # rows of the lm_head, padding rows included
     hidden_size: int
     num_layers: int
@@ -89,13 +89,14 @@ class Target:
         }
 
 
-def open_target(name, revision=None, trust_remote_code=False):
-    """Read the target's config and the headers of its safetensors.
+def open_target(name, revision=None, trust_remote_code=False, config_only=False):
+    """Read the target's config and the headers of its safetensors; of the latter nothing with config_only,
+    for a plan, whose vocab_size is then what the config states.
 
     `name` is a folder or a hub id. Raises UserError when it is neither, has no safetensors, no embedding, or
     no lm_head while its embedding is not tied.
     """
-    folder = fetch(name, revision)
+    folder = fetch(name, revision, config_only)
     raw = read_json(folder / "config.json")
     config = load_config(folder, trust_remote_code)
     text_config = config.get_text_config(decoder=True)
@@ -110,6 +111,17 @@ def open_target(name, revision=None, trust_remote_code=False):
     if kv_heads and heads % kv_heads:
         raise UserError(f"{folder}: its config has {kv_heads} key-value heads for {heads} heads, a divisor "
                         "of these is wanted; get the config that belongs to the weights")
+    architectures = raw.get("architectures") or [""]
+    facts = dict(
+        folder=folder, name=str(name), text=text, raw_text=_raw_text(raw), model_class=architectures[0],
+        num_layers=text["num_hidden_layers"], logit_softcap=text.get("final_logit_softcapping"),
+        logit_scale=_logit_scale(text),
+    )
+    if config_only:
+        if not isinstance(text.get("vocab_size"), int):
+            raise UserError(f"{folder}: its config states no vocab_size; give a folder with the weights")
+        return Target(**facts, weights={}, embedding_name=None, lm_head_name=None,
+                      vocab_size=text["vocab_size"], hidden_size=text["hidden_size"])
     weights = _weight_files(folder)
     embedding_name = _find(weights, EMBEDDING_NAMES)
     if embedding_name is None:
@@ -127,13 +139,8 @@ def open_target(name, revision=None, trust_remote_code=False):
             raise UserError(f"{folder}: its {part} is {dtype} of shape {shape}, {', '.join(PLAIN_DTYPES)} of "
                             "[V, H] is wanted; take a checkpoint that leaves it unquantised")
     vocab_size, hidden_size = shape
-    architectures = raw.get("architectures") or [""]
-    return Target(
-        folder=folder, name=str(name), text=text, raw_text=_raw_text(raw), model_class=architectures[0],
-        weights=weights, embedding_name=embedding_name, lm_head_name=lm_head_name, vocab_size=vocab_size,
-        hidden_size=hidden_size, num_layers=text["num_hidden_layers"],
-        logit_softcap=text.get("final_logit_softcapping"), logit_scale=_logit_scale(text),
-    )
+    return Target(**facts, weights=weights, embedding_name=embedding_name, lm_head_name=lm_head_name,
+                  vocab_size=vocab_size, hidden_size=hidden_size)
 
 
 def stored_as(file, name):
@@ -143,8 +150,8 @@ def stored_as(file, name):
         return part.get_shape(), part.get_dtype()
 
 
-def fetch(name, revision=None):
-    """A local folder for `name`: itself, or the hub's snapshot of it."""
+def fetch(name, revision=None, config_only=False):
+    """A local folder for `name`: itself, or the hub's snapshot of it, with config_only without weights."""
     folder = Path(name)
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -155,7 +162,8 @@ def fetch(name, revision=None):
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=HUB_FILES))
+        files = [kind for kind in HUB_FILES if not config_only or kind != "*.safetensors"]
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=files))
     except Exception as error:  # the hub library raises many kinds; each means that it could not be had
         words = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         raise UserError(f"{name} is no folder here and could not be had from the hub ({words})") from None
