@@ -27,7 +27,14 @@ import torch
 from common.accept import FEW, figures, names, rounded, simulated_figures, speed_interval
 from common.cli import Parser, Progress, UserError, in_range, positive_int, run, say, split_words
 from common.conversations import Skip, count_text, parse_row, read_rows, text_ids
-from common.decode import LEAST_TEMPERATURE, decode, distribution, head_seconds, transformers_generate
+from common.decode import (
+    LEAST_TEMPERATURE,
+    decode,
+    distribution,
+    head_seconds,
+    not_applied,
+    transformers_generate,
+)
 from common.drafter import Drafter, captured_layers, check_embedding, load_drafter
 from common.files import replace_file
 from common.loss import simulated
@@ -37,7 +44,7 @@ from common.rendering import Renderer
 from common.sglang import answer, serve_commands, server_settings, start_server
 from common.shards import Shards, check_shards, open_shards_target
 from common.target import Target, load_tokenizer, open_target, stop_ids
-from common.target_model import TargetModel
+from common.target_model import TargetModel, cannot_draft, check_capture, odd_layers
 from common.vocab import MAP_FILE, check_coverage, coverage, map_facts
 
 PLAIN, TRANSFORMERS = 0, -1  # decoders' numbers; drafters are 1, 2, ...
@@ -145,7 +152,7 @@ def main():
         warnings += more
     if args.prompts:
         conversations, skipped, more = read_prompts(args.prompts, args.limit, setup, args.force)
-        warnings += more
+        warnings += more + not_applied(setup.target, setup.sampling)
     summary = begin_summary(args, setup)
     for warning in dict.fromkeys(warnings):
         warn(summary, warning)
@@ -245,6 +252,10 @@ def open_setup(args):
     shards = Shards(args.shards, first=0) if args.shards else None
     given = args.target, args.revision, args.trust_remote_code
     target = open_shards_target(shards, *given) if shards else open_target(*given)
+    if args.prompts and args.backend == "local":
+        check_capture(target)
+        if odd := odd_layers(target.text):
+            raise cannot_draft(target, odd)
     tokenizer = load_tokenizer(target, args.trust_remote_code)
     candidates = []
     for folder in args.drafter:
@@ -532,6 +543,8 @@ def open_local(args, setup, summary):
     every_layer = sorted(set().union(*(one.layers for one in setup.candidates)))
     model = TargetModel(setup.target, every_layer, args.dtype, trust_remote_code=args.trust_remote_code)
     model.check_logits()
+    if model.odd:  # of code that comes with a model, whose config did not tell
+        raise cannot_draft(setup.target, model.odd)
     summary["settings"]["dtype"] = str(model.dtype).removeprefix("torch.")
     return Local(model, place(setup, model.device, model.dtype), setup, seeded(args.seed))
 

@@ -51,7 +51,7 @@ from common.conversations import (
     prepare,
     read_rows,
 )
-from common.decode import decode, random_numbers, sampling_settings
+from common.decode import decode, not_applied, random_numbers, sampling_settings
 from common.files import (
     STRAY,
     TEMPORARY,
@@ -86,7 +86,7 @@ from common.shards import (
     write_shard,
 )
 from common.target import Target, choices, end_ids, load_tokenizer, open_target, parse_layers, stop_ids
-from common.target_model import TargetModel
+from common.target_model import TargetModel, check_capture
 
 # A block, the lines of one shard, is computed in memory and redone whole after an interruption.
 BLOCK_LINES, BLOCK_BYTES = 512, 2 << 30
@@ -267,6 +267,7 @@ class Job:
     candidates: int  # of the compact teacher; 0 with --teacher states
     batch_tokens: int  # of a forward pass
     processes: int  # of this command
+    warnings: list  # sentences
 
 
 @dataclass
@@ -299,6 +300,8 @@ def open_job(args, processes):
     folder = Path(args.target)
     bare = args.dry_run and folder.is_dir() and not any(folder.glob("*.safetensors"))
     target = open_target(args.target, args.revision, args.trust_remote_code, config_only=bare)
+    if args.backend == "hf":
+        check_capture(target)
     layers = parse_layers(args.layers, target.num_layers)
     max_length = longest_sample(args, target)
     tokenizer = load_tokenizer(target, args.trust_remote_code)
@@ -310,7 +313,11 @@ def open_job(args, processes):
     renderer = Renderer(tokenizer, args.template_kwargs, stops)
     candidates = min(CANDIDATES, target.vocab_size) if args.teacher == "compact" else 0
     batch_tokens = args.max_batch_tokens or (32768 if torch.cuda.is_available() else 4096)
-    return Job(args, target, renderer, layers, max_length, sampling, candidates, batch_tokens, processes)
+    warnings = not_applied(target, sampling) if sampling else []
+    for warning in warnings:
+        say(f"warning: {warning}")
+    return Job(args, target, renderer, layers, max_length, sampling, candidates, batch_tokens, processes,
+               warnings)
 
 
 def read(job):
@@ -796,7 +803,7 @@ def dry_run(begun, rows, plan, job, started):
             "bytes_by_storage": {name: int(tokens * size) for name, size in sizes.items()}, "hours": hours,
             "seconds": time.monotonic() - started, "tokens_per_second": args.tokens_per_second,
             "shards": len(plan.blocks), "finished": done, "server_command": command,
-            "out": args.out and str(args.out)}
+            "warnings": job.warnings, "out": args.out and str(args.out)}
 
 
 def say_server(job):
@@ -1074,7 +1081,7 @@ def report(manifest, before, rows, job, seconds):
             "bytes_per_token": row_bytes(job, done["supervised_tokens"] / done["tokens"]), "seconds": seconds,
             "tokens_per_second": (done["tokens"] - before["tokens"]) / seconds,
             "shards": len(manifest["shards"]), "dropped_or_cut": dict(rows.notes),
-            "forced": manifest["forced"], "out": str(job.args.out)}
+            "forced": manifest["forced"], "warnings": job.warnings, "out": str(job.args.out)}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight"
                    "embed_in.weight", "embeddings.weight")
 OTHER_PARTS = ("vision", "visual", "audio", "image", "mtp", "nextn", "draft", "per_layer", "talker", "codec")
 USUAL_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
-               "intermediate_size", "max_position_embeddings", "head_dim")
+               "intermediate_size", "max_position_embeddings", "head_dim", "layer_types")
 SAME_AS = {"kimi_k2": "deepseek_v3"}  # published under a type of its own, with the other's architecture
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt",
@@ -396,13 +396,17 @@ def _find(weights, endings):
     return None
 
 
+def generation_config(target):
+    """What the target's generation_config.json states, {} where it has none."""
+    file = target.folder / "generation_config.json"
+    return read_json(file) if file.exists() else {}
+
+
 def end_ids(target, tokenizer):
     """Every end-of-sequence id, ascending, also those beyond the lm_head: of the generation config, the
     config and the tokenizer."""
-    file = target.folder / "generation_config.json"
-    generation = read_json(file) if file.exists() else {}
     found = set()
-    for stated in (tokenizer, generation, target.text, target.raw_text):
+    for stated in (tokenizer, generation_config(target), target.text, target.raw_text):
         value = stated.eos_token_id if stated is tokenizer else stated.get("eos_token_id")
         tokens = value if isinstance(value, list) else [value]
         found.update(token for token in tokens if type(token) is int and token >= 0)
