@@ -316,10 +316,10 @@ class Renderer:
             for key, what in ((self.reasoning_key, "reasoning_content"), ("tool_calls", "tool_calls")):
                 if message.get(key):
                     leaner[what] = {name: value for name, value in message.items() if name != key}
-            if message.get("tool_calls") and (message["content"] or "").strip():
-                leaner["text beside tool calls"] = {**message, "content": ""}
-            if message["role"] == "assistant" and "</think>" in (message["content"] or ""):
-                spoken = message["content"].rpartition("</think>")[2]
+            thought, closed, spoken = (message["content"] or "").rpartition("</think>")
+            if message.get("tool_calls") and spoken.strip():
+                leaner["text beside tool calls"] = {**message, "content": thought + closed}
+            if message["role"] == "assistant" and closed:
                 leaner["reasoning_content"] = {**message, "content": spoken}
             for key, other in leaner.items():
                 try:

@@ -167,6 +167,8 @@ def test_text_beside_a_call_that_the_template_drops_is_counted(tokenizer):
     chat = [CHAT[1], {**CHAT[2], "tool_calls": [call]}]
     runs, (_, _, dropped) = supervised(tokenizer, chat, either)
     assert runs == ["<call>eggs {\"n\": 3}</call><|im_end|>"] and dropped == {"text beside tool calls": 1}
+    chat[1]["content"] = "<think>\nThree.\n</think>\n\n"
+    assert supervised(tokenizer, chat, either)[1][2] == {"reasoning_content": 1}
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
