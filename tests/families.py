@@ -1,9 +1,9 @@
 """Tiny random checkpoints in the layout in which families of targets are published, made on the spot.
 
-A maker writes config.json with the hub's keys, nesting and spelling, the tensors under the published names and
-in the published dtypes, a tokenizer and a generation config. Beside the folder lies plain/, the same weights
-(those of a quantised checkpoint as they are after rounding) under a config that transformers itself wrote: what
-`reference` loads, and what the published layout must compute.
+A maker writes config.json with the hub's keys, nesting and spelling, the tensors under the published names
+and in the published dtypes, a tokenizer and a generation config. Beside the folder lies plain/, the same
+weights (those of a quantised checkpoint as they are after rounding) under a config that transformers itself
+wrote: what `reference` loads, and what the published layout must compute.
 """
 
 import json
@@ -50,8 +50,8 @@ QWEN_MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, 
 QWEN_LINEAR = dict(linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_value_head_dim=16,
                    linear_num_key_heads=2, linear_num_value_heads=4, full_attention_interval=4)
 QWEN_VISION = dict(depth=2, hidden_size=32, intermediate_size=32, num_heads=2, in_channels=3, patch_size=8,
-                   spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=64, num_position_embeddings=16,
-                   hidden_act="gelu_pytorch_tanh", initializer_range=0.02)
+                   spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=64,
+                   num_position_embeddings=16, hidden_act="gelu_pytorch_tanh", initializer_range=0.02)
 QWEN_TOKENS = dict(image_token_id=321, video_token_id=322, vision_start_token_id=323, vision_end_token_id=324,
                    tie_word_embeddings=False)
 SIGLIP = dict(model_type="siglip_vision_model", hidden_size=32, intermediate_size=32, num_hidden_layers=1,
@@ -135,7 +135,7 @@ def save_files(folder, tensors, files):
 
 
 def reference(folder, dtype=torch.float32):
-    """The model that the published checkpoint `folder` stands for, loaded from plain/ by transformers alone."""
+    """The model that the published checkpoint `folder` stands for, from plain/, by transformers alone."""
     plain = Path(folder).parent / "plain"
     architecture = json.loads((plain / "config.json").read_text())["architectures"][0]
     model = getattr(transformers, architecture).from_pretrained(plain, dtype=dtype).eval()
@@ -144,9 +144,10 @@ def reference(folder, dtype=torch.float32):
 
 
 def fp8(name, weight, block=128):
-    """DeepSeek's and Qwen's blocks: float8_e4m3fn [O, I] with the inverse of the scale, float32 [O/128, I/128],
-    rounded up, of every linear layer but the router and the lm_head."""
-    if weight.dim() != 2 or not name.endswith("_proj.weight") and not name.endswith(("wq_b.weight", "wk.weight")):
+    """DeepSeek's and Qwen's blocks: float8_e4m3fn [O, I] with a scale each, float32 [O/128, I/128] rounded
+    up, of every linear layer but the router and the lm_head."""
+    linear = ("_proj.weight", "_with_mqa.weight", ".wq_b.weight", ".wk.weight")
+    if weight.dim() != 2 or not name.endswith(linear) or "weights_proj" in name:
         return None
     rows, columns = weight.shape
     scale = torch.zeros(-(-rows // block), -(-columns // block))
@@ -162,8 +163,8 @@ def fp8(name, weight, block=128):
 
 
 def int4(name, weight, group=32):
-    """compressed-tensors' pack-quantized, of routed experts: eight numbers in an int32, the first lowest, each
-    8 more than it is; a bfloat16 scale a group of 32; the shape."""
+    """compressed-tensors' pack-quantized, of routed experts: eight numbers in an int32, the first lowest,
+    each 8 more than it is; a bfloat16 scale a group of 32; the shape."""
     if ".experts." not in name:
         return None
     rows, columns = weight.shape
@@ -210,7 +211,8 @@ def kimi_k2(folder):
 
 def kimi_k25(folder, quantise=None):
     text = KIMI_K2 | ({"quantization_config": INT4} if quantise else {})
-    vision = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1, patch_size=14)
+    vision = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1,
+                  patch_size=14)
     config = dict(
         architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25", torch_dtype="bfloat16",
         auto_map={"AutoConfig": "configuration_kimi_k25.KimiK25Config",
@@ -218,7 +220,7 @@ def kimi_k25(folder, quantise=None):
                   "AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration"},
         bos_token_id=0, eos_token_id=2, pad_token_id=0, ignore_index=-100, media_placeholder_token_id=321,
         tie_word_embeddings=False, use_unified_vision_chunk=True, text_config=text,
-        # the hub names sizes vt_*; transformers has the published sizes as its own defaults, not these tiny ones
+        # the hub names its sizes vt_*, and transformers has those as its own defaults
         vision_config=vision | dict(
             model_type="kimi_k25_vision", init_pos_emb_height=4, init_pos_emb_width=4, init_pos_emb_time=4,
             pos_emb_height=4, pos_emb_width=4, pos_emb_time=4, merge_kernel_size=[2, 2],
@@ -242,9 +244,10 @@ def deepseek_v3_fp8(folder):
 
 
 def deepseek_v32(folder):
+    """Of as few as four heads of the indexer, many scores would be 0 alike, the choice among them chance."""
     config = DEEPSEEK | dict(
         model_type="deepseek_v32", architectures=["DeepseekV32ForCausalLM"], num_nextn_predict_layers=1,
-        quantization_config=FP8 | {"scale_fmt": "ue8m0"}, index_head_dim=32, index_n_heads=4, index_topk=24)
+        quantization_config=FP8 | {"scale_fmt": "ue8m0"}, index_head_dim=32, index_n_heads=16, index_topk=24)
     return write(folder, config, without(config, "quantization_config"), fp8, mtp_layer(config), files=2)
 
 
@@ -310,7 +313,8 @@ def gpt_oss_mxfp4(folder):
 
 
 def glm4_moe(folder):
-    config = without(DEEPSEEK, *(key for key in DEEPSEEK if "_rank" in key or "qk_" in key or "v_head" in key)) | dict(
+    latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    config = without(DEEPSEEK, *latent) | dict(
         model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"], head_dim=32, num_key_value_heads=2,
         attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, rope_theta=1000000,
         rope_scaling=None, num_nextn_predict_layers=1, rms_norm_eps=1e-5)
@@ -475,6 +479,7 @@ def falcon_h1(folder):
 
 
 FAMILIES = {maker.__name__: maker for maker in (
-    kimi_k2, kimi_k25, kimi_k25_int4, deepseek_v3_fp8, deepseek_v32, qwen3_fp8, qwen3_next, qwen3_5, qwen3_moe,
-    qwen3_vl, gpt_oss, gpt_oss_mxfp4, glm4_moe, glm4_moe_lite, gemma2, gemma3_text, gemma3, llama31, llama4,
-    mistral3, phi4, phi4_mini, granite, cohere, cohere2, olmo2, exaone4, ernie45, minimax, falcon_h1)}
+    kimi_k2, kimi_k25, kimi_k25_int4, deepseek_v3_fp8, deepseek_v32, qwen3_fp8, qwen3_moe, qwen3_next,
+    qwen3_5, qwen3_vl, gpt_oss, gpt_oss_mxfp4, glm4_moe, glm4_moe_lite, gemma2, gemma3_text, gemma3, llama31,
+    llama4, mistral3, phi4, phi4_mini, granite, cohere, cohere2, olmo2, exaone4, ernie45, minimax,
+    falcon_h1)}

@@ -1,15 +1,22 @@
-"""Every family of targets through every stage, from checkpoints in their published layout (tests/families.py)."""
+"""Every family of targets through every stage, from checkpoints in their published layout."""
+
+import json
+import os
+import subprocess
 
 import pytest
 import torch
 import transformers
 
 from common.cli import UserError
+from common.drafter import load_drafter
 from common.shards import Shards
+from common.target import open_target
 from tests import families, tiny
-from tests.scripts import EXACT, call
+from tests.scripts import EXACT, ROOT, call
 
 LIMIT = 10  # tokens of an answer
+PYTHONS = {"sglang": "SGLANG_PYTHON", "vllm": "VLLM_PYTHON"}
 EXPECTED = {}
 FAILS = {}
 
@@ -92,7 +99,9 @@ def test_shards_hold_what_the_published_model_computes(done, name, monkeypatch):
         return
     work, _ = done(name, "extract")
     shards, model = Shards(work / "shards"), families.reference(work / "target")
-    layers = shards.manifest["layers"]
+    target, layers = open_target(work / "target"), shards.manifest["layers"]
+    assert torch.equal(target.lm_head().float(), model.get_output_embeddings().weight)
+    assert torch.equal(target.embedding().float(), model.get_input_embeddings().weight)
     assert layers == [2, 4, 5] and len(shards.index) == 4
     for number in range(4):
         sample = shards.sample(number)
@@ -120,3 +129,41 @@ def test_answers_with_a_drafter_are_those_of_plain_decoding(done, name, monkeypa
         return
     summary, code = done(name, "evaluate")[1]
     assert code == 0 and summary["drafters"][0]["identical"] == summary["prompts"] == 2
+
+
+@pytest.fixture(scope="module", params=PYTHONS)
+def read(request, done, tmp_path_factory):
+    """{name: what an engine's own code makes of the drafter, see tests/engine_configs.py}."""
+    python = os.environ.get(PYTHONS[request.param])
+    if not python:
+        pytest.skip(f"{PYTHONS[request.param]} is not set; it names the Python of an environment with "
+                    f"{request.param}, as .ci/run makes it")
+    drafters = {}
+    for name in families.FAMILIES:
+        try:
+            drafters[name] = str(done(name, "train")[0] / "drafter")
+        except Exception:  # told by its own test
+            continue
+    work = tmp_path_factory.mktemp(request.param)
+    target = str(done("llama31", "train")[0] / "target")
+    (work / "job.json").write_text(json.dumps({"target": target, "drafters": drafters}))
+    command = [python, str(ROOT / "tests" / "engine_configs.py"), request.param, str(work / "job.json"),
+               str(work / "out.json")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return request.param, json.loads((work / "out.json").read_text()), drafters
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_an_engine_reads_the_drafter_as_we_do(read, name):
+    """Sizes and the rotary table, from the engine's own code."""
+    engine, found, drafters = read
+    if name not in drafters:
+        pytest.skip("it was not trained, which its own test tells")
+    assert found[name]["refused"] is None, engine
+    drafter = load_drafter(ROOT / drafters[name])[0]
+    assert found[name]["draft"] == {key: drafter.config[key] for key in found[name]["draft"]}
+    theirs = torch.tensor(found[name]["rope"])
+    angles = torch.arange(len(theirs))[:, None] * drafter.inverse_frequencies
+    ours = torch.cat([angles.cos(), angles.sin()], dim=1) * drafter.rope_factor
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
