@@ -64,7 +64,6 @@ from common.files import (
     STRAY,
     check_output_folder,
     lock_folder,
-    read_json,
     read_sealed,
     replace_file,
     replace_folder,
@@ -86,7 +85,7 @@ from common.shards import (
     read_manifest,
     settings_sha256,
 )
-from common.target import OTHER_PARTS, Target, load_config, native_class, open_target
+from common.target import OTHER_PARTS, Target, load_config, native_class, open_target, plain_weight
 from common.ttt import make_batch, supervised_rows
 from common.vocab import (
     check_coverage,
@@ -555,30 +554,6 @@ def layer_sources(target):
 def given_shape(args):
     """What the user says of the draft layer, as draft_layer takes it."""
     return {key: getattr(args, flag) for flag, key in LAYER_FLAGS.items() if getattr(args, flag)}
-
-
-def plain_weight(target, name):
-    """float32 of a target's tensor, fp8 multiplied by its scale (one number, one a row, or one a block).
-
-    None where it is stored otherwise: packed to 4 bits, say.
-    """
-    tensor = target.tensor(name)
-    if tensor.is_floating_point() and tensor.element_size() >= 2:
-        return tensor.float()
-    scales = [f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in target.weights]
-    if not tensor.is_floating_point() or not scales:
-        return None
-    tensor, scale = tensor.float(), target.tensor(scales[0]).float()
-    if scale.numel() == 1:
-        return tensor * scale.flatten()
-    if scale.shape in (tensor.shape[:1], (len(tensor), 1)):
-        return tensor * scale.view(-1, 1)
-    stated = read_json(target.folder / "config.json").get("quantization_config") or {}
-    block = stated.get("weight_block_size") or (128, 128)
-    if scale.shape != tuple(-(-size // step) for size, step in zip(tensor.shape, block, strict=True)):
-        return None
-    whole = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return tensor * whole[: tensor.shape[0], : tensor.shape[1]]
 
 
 def norms_add_one(target, trust_remote_code):

@@ -223,7 +223,9 @@ def load_tokenizer(target, trust_remote_code=False):
         raise UserError(f"{folder}: its tokenizer is code of its own, without which some texts get other ids "
                         "than the engines serve; look at it and give --trust-remote-code")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        # without a config it would read one itself, which not every type lets it
+        config = load_config(folder, trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise UserError(f"{folder}: its tokenizer cannot be loaded "
                         f"({str(error).splitlines()[0][:300]})") from None
@@ -266,6 +268,35 @@ def stored_template_sha256(folder):
     if isinstance(template, list):  # several with names
         return None
     return sha256_json(template) if template else ""
+
+
+def quantisation(target):
+    """The quantization_config that a target's config states, {} where it states none."""
+    raw = read_json(target.folder / "config.json")
+    return raw.get("quantization_config") or target.raw_text.get("quantization_config") or {}
+
+
+def plain_weight(target, name):
+    """float32 of a target's tensor, fp8 multiplied by its scale (one number, one a row, or one a block).
+
+    None where it is stored otherwise: packed to 4 bits, say.
+    """
+    tensor = target.tensor(name)
+    if tensor.is_floating_point() and tensor.element_size() >= 2:
+        return tensor.float()
+    scales = [f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in target.weights]
+    if not tensor.is_floating_point() or not scales:
+        return None
+    tensor, scale = tensor.float(), target.tensor(scales[0]).float()
+    if scale.numel() == 1:
+        return tensor * scale.flatten()
+    if scale.shape in (tensor.shape[:1], (len(tensor), 1)):
+        return tensor * scale.view(-1, 1)
+    block = quantisation(target).get("weight_block_size") or (128, 128)
+    if scale.shape != tuple(-(-size // step) for size, step in zip(tensor.shape, block, strict=True)):
+        return None
+    whole = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return tensor * whole[: tensor.shape[0], : tensor.shape[1]]
 
 
 def default_layers(num_layers):

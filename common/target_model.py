@@ -12,7 +12,14 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from common.cli import UserError
-from common.target import choices, load_config, native_class, process_logits
+from common.target import (
+    choices,
+    load_config,
+    native_class,
+    plain_weight,
+    process_logits,
+    quantisation,
+)
 
 # Names in a config of what is no plain attention: recurrent states, where no layer_types tell; a sparse
 # indexer, which has keys of its own beside those of any layer; several residual streams.
@@ -168,6 +175,9 @@ class TargetModel:
         self.lm_head = self.model.get_output_embeddings()
         self.dtype = self.lm_head.weight.dtype
         self.decoder = self.model.get_decoder()
+        if self.decoder.get_output_embeddings() is not None:  # Llama 4's wrapper names the causal LM in it
+            self.decoder = next(module for module in self.decoder.children()
+                                if isinstance(module, transformers.PreTrainedModel))
         blocks = [module for module in self.decoder.modules()
                   if isinstance(module, nn.ModuleList) and len(module) == target.num_layers]
         if not blocks:
@@ -275,11 +285,23 @@ class TargetModel:
         """int64 [N]: the target's greedy choice for lm_head inputs [N, H]."""
         return choices(self.target, self.lm_head, last)[0]
 
+    def _own_logits(self, input_ids):
+        """float32 [T, V] of int [1, T], by the own forward pass of the whole model, or of the language model
+        inside a wrapper whose own pass fails on text alone (Llama 4 in transformers 5.24)."""
+        inner = getattr(self.model, "language_model", None) or self.model
+        for model in dict.fromkeys((self.model, inner)):
+            try:
+                return model(input_ids=input_ids, use_cache=False).logits[0].float()
+            except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+                reason = str(error).splitlines()[0][:200]
+        raise UserError(f"{type(self.model).__name__} of transformers {transformers.__version__} fails on 64 "
+                        f"tokens of text ({reason}); use --backend sglang")
+
     @torch.inference_mode()
     def check_logits(self):
         """Refuse a model whose own logits are not those of its last state: `logits` of `states`."""
         input_ids = torch.arange(min(64, self.target.vocab_size), device=self.device)[None]
-        own = self.model(input_ids=input_ids, use_cache=False).logits[0].float()  # [T, V]
+        own = self._own_logits(input_ids)  # [T, V]
         _, last = self.states(input_ids)
         for layer, state in self.captured.items():
             if state.shape != last.shape:
@@ -293,6 +315,47 @@ class TargetModel:
                             f"logit); such a model is not supported")
 
 
+def fp8_kernels():
+    """Whether this machine multiplies fp8 weights as they are stored, in transformers."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def dequantised(target, dtype):
+    """{name: tensor} of all of a target's weights, those in fp8 or packed integers as `dtype`, bfloat16 for
+    auto. Raises UserError for weights that are quantised otherwise."""
+    wanted = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    found = {}
+    for name in target.weights:
+        if name.endswith(("_scale_inv", "_scale", "_shape")):
+            continue
+        if name.endswith(".weight_packed"):
+            found[name.removesuffix("_packed")] = unpacked(target, name.removesuffix("_packed")).to(wanted)
+            continue
+        tensor = target.tensor(name)
+        if tensor.element_size() == 1:
+            tensor = plain_weight(target, name)
+            if tensor is None:
+                raise UserError(f"{target.folder}: how {name} is quantised is not known here; use --backend "
+                                f"sglang")
+            tensor = tensor.to(wanted)
+        found[name] = tensor
+    return found
+
+
+def unpacked(target, name):
+    """float32 [O, I] of a weight that compressed-tensors packed: int32 [O, I * bits / 32], the lowest bits
+    first, each number 2^(bits-1) more than it is, times scales [O, groups]."""
+    packed, scale = target.tensor(f"{name}_packed"), target.tensor(f"{name}_scale").float()
+    rows, columns = target.tensor(f"{name}_shape").tolist()
+    bits = 32 * packed.shape[1] // columns
+    if f"{name}_zero_point" in target.weights or bits not in (4, 8):
+        raise UserError(f"{target.folder}: {name} is packed to {bits} bits or has a zero point; 4 or 8 "
+                        f"without one are read here; use --backend sglang")
+    numbers = (packed[..., None] >> torch.arange(0, 32, bits)) & (2**bits - 1)
+    numbers = numbers.flatten(1)[:, :columns].float() - 2 ** (bits - 1)  # [O, I]
+    return numbers * scale.repeat_interleave(columns // scale.shape[1], 1)
+
+
 def _load(target, dtype, trust_remote_code):
     transformers.utils.logging.disable_progress_bar()  # of loading weights: seconds, and noise in every log
     config = load_config(target.folder, trust_remote_code)
@@ -302,9 +365,18 @@ def _load(target, dtype, trust_remote_code):
                         f"{config.model_type}; look at the code that comes with it and give "
                         "--trust-remote-code, or use --backend sglang")
     given = {} if native else {"trust_remote_code": True}
+    source = target.folder
+    method = quantisation(target).get("quant_method")
+    if method == "compressed-tensors" or method == "fp8" and not fp8_kernels():
+        # Without kernels transformers takes rows / rows of scales for the height of a block: 576 rows in
+        # blocks of 128 would be multiplied by the wrong scales. And to unpack it wants a package, and an
+        # ignore list with projector and tower, which Kimi's has not.
+        for part in (config, config.get_text_config(decoder=True)):
+            part.__dict__.pop("quantization_config", None)
+        source, given = None, {**given, "state_dict": dequantised(target, dtype)}
     try:
         model, report = (native or transformers.AutoModelForCausalLM).from_pretrained(
-            target.folder, config=config, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            source, config=config, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True, **given)
     except (ValueError, OSError, ImportError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:300]

@@ -16,11 +16,11 @@ import train_drafter
 from common.cli import UserError
 from common.drafter import load_drafter
 from common.shards import Shards
-from common.target import open_target
+from common.target import open_target, plain_weight
 from common.vocab import load_map, save_map
 from tests import tiny
 from tests.scripts import EXACT, call, shell
-from train_drafter import constant_guess, norms_add_one, plain_weight, remap, scatter
+from train_drafter import constant_guess, norms_add_one, remap, scatter
 
 V = 328
 IDLE = (326, 327)  # ids whose lm_head rows are zero in the target: never the likeliest
@@ -412,7 +412,7 @@ def test_quantised_weights_are_multiplied_by_their_scale_or_left(tmp_path, scale
     if scale == "packed":
         tensors = {"w": torch.zeros(200, 65, dtype=torch.uint8), "w_scale": torch.ones(1)}
     names = {name for name, tensor in tensors.items() if tensor is not None}
-    target = SimpleNamespace(weights=names, tensor=tensors.get, folder=tmp_path)
+    target = SimpleNamespace(weights=names, tensor=tensors.get, folder=tmp_path, raw_text={})
     found = plain_weight(target, "w")
     if scale in ("none", "packed"):
         assert found is None
