@@ -131,7 +131,8 @@ def open_target(name, revision=None, trust_remote_code=False, config_only=False)
     if lm_head_name is None and not tied:
         raise UserError(f"{folder} holds no lm_head and its config does not tie it to the embedding "
                         f"(tie_word_embeddings is false); get the complete weights")
-    if tied:
+    # an lm_head that is there is used, whatever a class takes for granted, unless the file itself ties it
+    if lm_head_name is None or raw.get("tie_word_embeddings") or _raw_text(raw).get("tie_word_embeddings"):
         lm_head_name = embedding_name
     for part in (embedding_name, lm_head_name):
         shape, dtype = stored_as(weights[part], part)
