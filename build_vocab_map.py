@@ -23,7 +23,7 @@ from common.accept import accept_figures, rounded
 from common.cli import Parser, Progress, UserError, finite, human_bytes, positive_int, run, say
 from common.conversations import add_data_arguments, count_text, longest_sample, prepare, read_rows
 from common.decode import decode
-from common.drafter import Drafter, captured_layers, drafter_config, load_drafter, save_drafter
+from common.drafter import Drafter, captured_layers, drafter_config, load_drafter, save_drafter, weights_file
 from common.files import TEMPORARY, check_output_folder, read_json, read_sealed, replace_folder, sha256_file
 from common.loss import DRAFTED, draft_hits, simulate
 from common.plots import check_plot, plot_vocabulary
@@ -49,8 +49,8 @@ from common.vocab import (
 # What a map says of its target.
 TARGET_KEYS = ("name", "tensors_sha256", "text_config_sha256", "vocab_size", "hidden_size")
 # What the counts of a map depend on: a map of others is another map.
-MADE_OF = ("shards_sha256", "data_sha256", "tokenizer_sha256", "chat_template_sha256", "template_kwargs",
-           "max_length", "heldout", "system", "first_shards")
+MADE_OF = ("shards_sha256", "data_sha256", "tokenizer_sha256", "tokenizer_probe_sha256",
+           "chat_template_sha256", "template_kwargs", "max_length", "heldout", "system", "first_shards")
 # Parts of the names of chat tokens, by what these are for.
 MARKERS = {"tool calls": ("tool", "function"), "thinking": ("think", "channel")}
 SOURCES = 40  # that are told apart, the largest
@@ -247,7 +247,7 @@ def write_own_map(args):
     facts = {
         "target": map_target(here["target"]), "tokenizer_sha256": here["tokenizer_sha256"],
         "source": "checkpoint", "drafter": str(args.from_checkpoint),
-        "model_sha256": sha256_file(args.from_checkpoint / "model.safetensors"),
+        "model_sha256": sha256_file(weights_file(args.from_checkpoint)),
         **{key: trained[key] for key in ("chat_template_sha256", "template_kwargs", "coverage",
                                          "coverage_heldout") if key in trained},
     }
@@ -298,7 +298,7 @@ def open_shards(args):
 def open_data(args):
     """The Corpus of --data: the answers in its rows, cut and set aside as the extraction would."""
     target = open_target(args.target, args.revision, args.trust_remote_code)
-    tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
+    tokenizer = load_tokenizer(target, args.trust_remote_code)
     max_length = longest_sample(args, target)
     rows, _, data_sha256 = read_rows(args.data, args.limit)
     if not rows:
@@ -328,6 +328,9 @@ def parse_sizes(text, vocab_size):
     if text.strip() == "full":
         raise UserError("--draft-vocab full needs no map: give --draft-vocab full to train_drafter.py, "
                         "without --vocab-map")
+    if ",0" in text:
+        raise UserError(f"--draft-vocab {shortened(text)}: no size begins with 0; write 32000, without a "
+                        "separator, and several sizes as 8000,32000")
     try:
         sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -427,7 +430,8 @@ def check_drafter(folder, drafter, here, force):
     trained = config.get("training") or {}
     made = made_for(trained)
     if "layers" in here:
-        made["layers"] = captured_layers(config, here["target"]["num_layers"], folder)
+        made["layers"] = captured_layers(config, here["target"]["num_layers"], folder,
+                                         here["target"].get("model_class", ""))
     name = (trained.get("target") or {}).get("name") or "an unnamed target"
     sizes = {"name": name, "vocab_size": config["vocab_size"], "hidden_size": config["target_hidden_size"]}
     compare({"target": sizes}, here, what)

@@ -26,8 +26,15 @@ import torch
 
 from common.accept import FEW, figures, names, rounded, simulated_figures, speed_interval
 from common.cli import Parser, Progress, UserError, in_range, positive_int, run, say, split_words
-from common.conversations import Skip, count_text, parse_row, read_rows
-from common.decode import LEAST_TEMPERATURE, decode, distribution, head_seconds, transformers_generate
+from common.conversations import Skip, count_text, parse_row, read_rows, text_ids
+from common.decode import (
+    LEAST_TEMPERATURE,
+    decode,
+    distribution,
+    head_seconds,
+    not_applied,
+    transformers_generate,
+)
 from common.drafter import Drafter, captured_layers, check_embedding, load_drafter
 from common.files import replace_file
 from common.loss import simulated
@@ -37,7 +44,7 @@ from common.rendering import Renderer
 from common.sglang import answer, serve_commands, server_settings, start_server
 from common.shards import Shards, check_shards, open_shards_target
 from common.target import Target, load_tokenizer, open_target, stop_ids
-from common.target_model import TargetModel
+from common.target_model import TargetModel, cannot_draft, check_capture, odd_layers
 from common.vocab import MAP_FILE, check_coverage, coverage, map_facts
 
 PLAIN, TRANSFORMERS = 0, -1  # decoders' numbers; drafters are 1, 2, ...
@@ -145,7 +152,7 @@ def main():
         warnings += more
     if args.prompts:
         conversations, skipped, more = read_prompts(args.prompts, args.limit, setup, args.force)
-        warnings += more
+        warnings += more + not_applied(setup.target, setup.sampling)
     summary = begin_summary(args, setup)
     for warning in dict.fromkeys(warnings):
         warn(summary, warning)
@@ -245,11 +252,15 @@ def open_setup(args):
     shards = Shards(args.shards, first=0) if args.shards else None
     given = args.target, args.revision, args.trust_remote_code
     target = open_shards_target(shards, *given) if shards else open_target(*given)
-    tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
+    if args.prompts and args.backend == "local":
+        check_capture(target)
+        if odd := odd_layers(target.text):
+            raise cannot_draft(target, odd)
+    tokenizer = load_tokenizer(target, args.trust_remote_code)
     candidates = []
     for folder in args.drafter:
-        drafter, rows = load_drafter(folder)
-        layers = captured_layers(drafter.config, target.num_layers, folder)
+        drafter, rows = load_drafter(folder, target=target)
+        layers = captured_layers(drafter.config, target.num_layers, folder, target.model_class)
         candidates.append(Candidate(folder, drafter, rows, layers))
     return Setup(
         target=target, record=target_record(target, target.facts(), tokenizer), tokenizer=tokenizer,
@@ -397,12 +408,22 @@ class Wave:
                 script.clear()
         self.conversations = [conversation for conversation in self.conversations if conversation.script]
 
-    def answered(self, renderer):
+    def answered(self, renderer, skipped):
         """Put the answers into the conversations, for the turns that follow: plain decoding's, without it the
-        first drafter's."""
+        first drafter's. A conversation that cannot go on is treated as `prepare` does."""
         group = self.groups.get(PLAIN) or self.groups[1]
         for conversation, one in zip(self.conversations, group.answers, strict=True):
-            conversation.script[conversation.script.index(None)] = renderer.message(one.ids)
+            script = conversation.script
+            told = script[: script.index(None)]
+            if script.count(None) == 1:
+                script.clear()
+                continue
+            try:
+                script[len(told)] = renderer.message(one.ids, told, conversation.tools)
+            except Skip as skip:
+                skipped[skip.reason] += script.count(None) - 1
+                say(f"line {conversation.line + 1} skipped: {skip}")
+                script.clear()
 
 
 def read_prompts(path, limit, setup, force=False):
@@ -452,7 +473,7 @@ def parse_prompt(row, tokenizer):
             raise
         parsed = parse_row(row, regenerate=True)
     if "text" in parsed:
-        return None, [tokenizer(parsed["text"])["input_ids"], None]
+        return None, [text_ids(tokenizer, parsed["text"]), None]
     if "input_ids" in parsed:
         ids, mask = parsed["input_ids"], parsed["loss_mask"]
         first = mask.index(1) if 1 in mask else 0
@@ -522,6 +543,8 @@ def open_local(args, setup, summary):
     every_layer = sorted(set().union(*(one.layers for one in setup.candidates)))
     model = TargetModel(setup.target, every_layer, args.dtype, trust_remote_code=args.trust_remote_code)
     model.check_logits()
+    if model.odd:  # of code that comes with a model, whose config did not tell
+        raise cannot_draft(setup.target, model.odd)
     summary["settings"]["dtype"] = str(model.dtype).removeprefix("torch.")
     return Local(model, place(setup, model.device, model.dtype), setup, seeded(args.seed))
 
@@ -657,7 +680,7 @@ def decode_with(decoder, args, runs, renderer, skipped, progress):
                 wave.groups[number] = decoder.decode(number, prompts, args.max_new_tokens, concurrency)
                 progress.update(len(prompts) * (number != TRANSFORMERS))
             if fresh:
-                wave.answered(renderer)
+                wave.answered(renderer, counted)
 
 
 def fill(args, setup, local, runs, summary):

@@ -51,7 +51,7 @@ from common.conversations import (
     prepare,
     read_rows,
 )
-from common.decode import decode, random_numbers, sampling_settings
+from common.decode import decode, not_applied, random_numbers, sampling_settings
 from common.files import (
     STRAY,
     TEMPORARY,
@@ -61,11 +61,13 @@ from common.files import (
     sha256_file,
     write_sealed,
 )
+from common.plan import say_storages, serving_size, storages
 from common.provenance import target_record
 from common.rendering import Renderer, chat_ids
 from common.sglang import SGLang, server_command
 from common.shards import (
     ACKNOWLEDGED,
+    CANDIDATES,
     FORMAT,
     FREE,
     MANIFEST,
@@ -84,11 +86,10 @@ from common.shards import (
     write_shard,
 )
 from common.target import Target, choices, end_ids, load_tokenizer, open_target, parse_layers, stop_ids
-from common.target_model import TargetModel
+from common.target_model import TargetModel, check_capture
 
 # A block, the lines of one shard, is computed in memory and redone whole after an interruption.
 BLOCK_LINES, BLOCK_BYTES = 512, 2 << 30
-CANDIDATES = 64  # of the compact teacher: 16 did as well, and the rest is a hundredth of the states
 
 
 def parse_args():
@@ -97,8 +98,8 @@ def parse_args():
     add = parser.add_argument_group("what everyone gives").add_argument
     add("--target", required=True, metavar="MODEL", help="folder of a Hugging Face model, or a hub id")
     add("--data", required=True, metavar="ROWS", help="JSON lines (README lists the kinds); - is stdin")
-    add("--out", required=True, type=Path, metavar="SHARDS",
-        help="folder for the shards: new, empty, or one that this command began")
+    add("--out", type=Path, metavar="SHARDS",
+        help="folder for the shards: new, empty, or one that this command began; not needed for --dry-run")
 
     add_data_arguments(parser.add_argument_group("samples"))
 
@@ -153,7 +154,13 @@ def parse_args():
              "shards stay")
     add("--dry-run", action="store_true",
         help="print samples, tokens, bytes and expected hours and stop; touches nothing. The hours are from "
-             "a short trial with --backend hf, for which it loads the target")
+             "a short trial with --backend hf, for which it loads the target; a folder without weights is "
+             "planned from its config and tokenizer")
+    add("--tokens-per-second", type=in_range(0), metavar="X",
+        help="for the hours of --dry-run: what is known of the speed of all processes together; default "
+             "none: tried")
+    add("--gpu-gb", type=in_range(0), default=80, metavar="GB",
+        help="memory of one GPU, for the --tp of a server that --dry-run prints; default 80")
     add("--verify", action="store_true",
         help="when going on, check the sha256 of the finished shards and redo damaged ones")
     add("--force", action="store_true",
@@ -174,6 +181,10 @@ def parse_args():
 
 def check_arguments(args, processes):
     """Raises UserError for arguments that exclude each other."""
+    if not args.out and not args.dry_run:
+        raise UserError("the following arguments are required: --out; --help lists the arguments")
+    if args.tokens_per_second and not args.dry_run:
+        raise UserError("--tokens-per-second is for --dry-run; give that too, or leave it out")
     if processes > 1 and args.data == "-":
         raise UserError(f"--data - can be read by one process, and there are {processes}; give a file")
     for key in ("server_url", "states_folder", "server_arguments"):
@@ -183,7 +194,8 @@ def check_arguments(args, processes):
     if args.backend == "sglang" and not args.server_url and here > 1:
         raise UserError("several processes would each start an SGLang on the same GPUs; start one, with "
                         "--server-arguments '--tp N' for N GPUs, or give --server-url")
-    check_output_folder(args.out, MANIFEST)
+    if args.out:
+        check_output_folder(args.out, MANIFEST)
 
 
 def main():
@@ -193,9 +205,14 @@ def main():
     check_arguments(args, processes)
     job = open_job(args, processes)
     rows = read(job)
-    begun = read_manifest(args.out) if (args.out / MANIFEST).exists() else None
+    begun = read_manifest(args.out) if args.out and (args.out / MANIFEST).exists() else None
+    if begun and not job.target.weights:
+        raise UserError(f"{args.out} holds an extraction, and {args.target} no weights to compare with its "
+                        "target; leave --out out, or give the folder with the weights")
     plan = make_plan(rows, begun, job)
     say_plan(rows, plan, job)
+    if not job.target.weights:
+        return dry_run(None, rows, plan, job, started)
     manifest = new_manifest(rows, plan, job)
     if begun:
         manifest["forced"] = check_same(begun, manifest, args)
@@ -250,6 +267,7 @@ class Job:
     candidates: int  # of the compact teacher; 0 with --teacher states
     batch_tokens: int  # of a forward pass
     processes: int  # of this command
+    warnings: list  # sentences
 
 
 @dataclass
@@ -279,10 +297,14 @@ class Plan:
 
 
 def open_job(args, processes):
-    target = open_target(args.target, args.revision, args.trust_remote_code)
+    folder = Path(args.target)
+    bare = args.dry_run and folder.is_dir() and not any(folder.glob("*.safetensors"))
+    target = open_target(args.target, args.revision, args.trust_remote_code, config_only=bare)
+    if args.backend == "hf":
+        check_capture(target)
     layers = parse_layers(args.layers, target.num_layers)
     max_length = longest_sample(args, target)
-    tokenizer = load_tokenizer(target.folder, args.trust_remote_code)
+    tokenizer = load_tokenizer(target, args.trust_remote_code)
     stops = stop_ids(target, tokenizer)
     sampling = None
     if args.regenerate:
@@ -291,7 +313,11 @@ def open_job(args, processes):
     renderer = Renderer(tokenizer, args.template_kwargs, stops)
     candidates = min(CANDIDATES, target.vocab_size) if args.teacher == "compact" else 0
     batch_tokens = args.max_batch_tokens or (32768 if torch.cuda.is_available() else 4096)
-    return Job(args, target, renderer, layers, max_length, sampling, candidates, batch_tokens, processes)
+    warnings = not_applied(target, sampling) if sampling else []
+    for warning in warnings:
+        say(f"warning: {warning}")
+    return Job(args, target, renderer, layers, max_length, sampling, candidates, batch_tokens, processes,
+               warnings)
 
 
 def read(job):
@@ -393,7 +419,7 @@ def say_plan(rows, plan, job):
     skipped = count_text(Counter(reason for _, reason in rows.skipped)) or "none"
     say(f"{len(rows.conversations)} of {rows.count} rows, {at_most}{tokens} tokens, "
         f"{at_most}{plan.row_bytes:.0f} bytes per token, {at_most}{human_bytes(tokens * plan.row_bytes)} in "
-        f"{shards}, {human_bytes(free_space(job.args.out))} free; skipped: {skipped}")
+        f"{shards}, {human_bytes(free_space(job.args.out or Path()))} free; skipped: {skipped}")
     for what, turns in rows.notes.items():
         say(f"{turns} {what}")
 
@@ -404,8 +430,8 @@ def say_plan(rows, plan, job):
 # What the user calls a part of the manifest.
 FLAGS = {"dtype": "--store", "compute_dtype": "--dtype", "stored": "--teacher",
          "data_sha256": "--data and --limit, with hash", "max_disk_gb": "--max-disk-gb"}
-FORCIBLE = {"tokenizer_sha256", "chat_template_sha256", "target tensors_sha256", "target text_config_sha256",
-            "target sample_sha256"}
+FORCIBLE = {"tokenizer_sha256", "tokenizer_probe_sha256", "chat_template_sha256", "target tensors_sha256",
+            "target text_config_sha256", "target sample_sha256"}
 
 
 def new_manifest(rows, plan, job):
@@ -752,26 +778,53 @@ def check_space(args, need):
 
 def dry_run(begun, rows, plan, job, started):
     """Say what there is and how long the rest will take. Returns the summary."""
-    args = job.args
+    args, tokens = job.args, plan.stated["tokens"]
     missing, hours = unfinished(plan, intact(begun, args) if begun else []), None
     done = len(plan.blocks) - len(missing)
     if begun:
         say(f"{done} of {len(plan.blocks)} shards are finished")
-    if args.backend == "sglang":
-        folder = args.states_folder or args.out.absolute().with_name(f"{args.out.name}-states")
-        command = server_command(job.target, job.layers, args.dtype, job.max_length, folder,
-                                 args.server_arguments, args.trust_remote_code)
-        say(f"a server for --server-url, with a folder that both sides see: {command}")
-    elif RANK == 0 and conversations_of(missing, plan):
+    share = plan.supervised / tokens
+    sizes = storages(job.target.hidden_size, min(CANDIDATES, job.target.vocab_size), share)
+    say_storages(sizes, tokens)
+    left = sum(c["bound"] for c in conversations_of(missing, plan))
+    if args.tokens_per_second:
+        hours = left / args.tokens_per_second / 3600
+        say(f"at {args.tokens_per_second:g} tokens/s this will take {hours:.1f} hours")
+    elif args.backend == "hf" and RANK == 0 and left and job.target.weights:
         with open_backend(job) as backend:
             hours = expect(backend, missing, plan, job)
-    tokens = plan.stated["tokens"]
+    command = None
+    if args.backend == "sglang" or not job.target.weights:
+        command = say_server(job)
     return {"dry_run": True, "samples": plan.stated["samples"],
             "skipped": dict(Counter(reason for _, reason in rows.skipped)), "tokens": tokens,
             "supervised_tokens": None if job.sampling else plan.supervised,
-            "bytes": int(tokens * plan.row_bytes), "bytes_per_token": plan.row_bytes, "hours": hours,
-            "seconds": time.monotonic() - started, "tokens_per_second": None, "shards": len(plan.blocks),
-            "finished": done, "out": str(args.out)}
+            "bytes": int(tokens * plan.row_bytes), "bytes_per_token": plan.row_bytes,
+            "bytes_by_storage": {name: int(tokens * size) for name, size in sizes.items()}, "hours": hours,
+            "seconds": time.monotonic() - started, "tokens_per_second": args.tokens_per_second,
+            "shards": len(plan.blocks), "finished": done, "server_command": command,
+            "warnings": job.warnings, "out": args.out and str(args.out)}
+
+
+def say_server(job):
+    """Say the command that starts an SGLang for --server-url, over as many GPUs as the target wants. Returns
+    it."""
+    args, out = job.args, job.args.out or Path("shards")
+    folder = args.states_folder or out.absolute().with_name(f"{out.name}-states")
+    arguments = args.server_arguments
+    if not {"--tp", "--tp-size", "--tensor-parallel-size"} & set(arguments):
+        parameters, size, gpus = serving_size(job.target, args.gpu_gb, args.trust_remote_code)
+        if gpus is None:
+            say("how large the target is cannot be told from its config: add --tp N for N GPUs to the server")
+        else:
+            say(f"the target has {parameters / 1e9:,.1f} B parameters, about {human_bytes(size)} as served: "
+                f"GPUs of {args.gpu_gb:g} GB: {gpus}")
+        if gpus and gpus > 1:
+            arguments = ["--tp", str(gpus), *arguments]
+    command = server_command(job.target, job.layers, args.dtype, job.max_length, folder, arguments,
+                             args.trust_remote_code)
+    say(f"a server for --backend sglang --server-url URL, with a folder that both sides see: {command}")
+    return command
 
 
 def expect(backend, missing, plan, job):
@@ -904,8 +957,21 @@ def write_answers(backend, conversations, job, skipped, progress):
         for (conversation, turn, prompt), answer in zip(asked, answers, strict=True):
             mask = [0] * len(prompt) + [1] * len(answer)
             samples.append(sample_of(conversation, prompt + answer, mask, turn))
-            messages = conversation["messages"]
-            messages[messages.index(None)] = job.renderer.message(answer)
+            put_back(conversation, answer, job.renderer, skipped)
+
+
+def put_back(conversation, answer, renderer, skipped):
+    """Make an answer part of what the next turn is told, as an engine would; where that cannot be, no more is
+    asked."""
+    messages, told = conversation["messages"], first_question(conversation)
+    if messages.count(None) == 1:
+        messages.clear()
+        return
+    try:
+        messages[len(told)] = renderer.message(answer, told, conversation["tools"])
+    except Skip as skip:
+        skipped[skip.reason] += 1
+        messages.clear()
 
 
 def ask(conversations, job, skipped):
@@ -1015,7 +1081,7 @@ def report(manifest, before, rows, job, seconds):
             "bytes_per_token": row_bytes(job, done["supervised_tokens"] / done["tokens"]), "seconds": seconds,
             "tokens_per_second": (done["tokens"] - before["tokens"]) / seconds,
             "shards": len(manifest["shards"]), "dropped_or_cut": dict(rows.notes),
-            "forced": manifest["forced"], "out": str(job.args.out)}
+            "forced": manifest["forced"], "warnings": job.warnings, "out": str(job.args.out)}
 
 
 if __name__ == "__main__":

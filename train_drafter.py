@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -49,22 +50,34 @@ from common.cli import (
     run,
     say,
 )
-from common.drafter import Drafter, captured_layers, drafter_config, load_drafter, save_drafter
+from common.drafter import (
+    Drafter,
+    captured_layers,
+    draft_layer,
+    drafter_config,
+    load_drafter,
+    rotary_entries,
+    save_drafter,
+    weights_file,
+)
 from common.files import (
     STRAY,
     check_output_folder,
     lock_folder,
+    read_json,
     read_sealed,
     replace_file,
     replace_folder,
     sha256_file,
     write_sealed,
 )
-from common.loss import CompactTeacher, Teacher, TrainStep, simulate, simulated
+from common.loss import CHUNK_BYTES, PIECE, CompactTeacher, Teacher, TrainStep, simulate, simulated
+from common.plan import FILLED, say_storages, serving_size, storages
 from common.plots import check_plot, plot_training
 from common.provenance import compare, made_for, target_record
 from common.shards import (
     ACKNOWLEDGED,
+    CANDIDATES,
     MANIFEST,
     Shards,
     acknowledged,
@@ -73,7 +86,7 @@ from common.shards import (
     read_manifest,
     settings_sha256,
 )
-from common.target import Target, open_target
+from common.target import OTHER_PARTS, Target, load_config, native_class, open_target
 from common.ttt import make_batch, supervised_rows
 from common.vocab import (
     check_coverage,
@@ -85,6 +98,8 @@ from common.vocab import (
     shortened,
 )
 
+LAYER_FLAGS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+               "intermediate_size": "intermediate_size"}
 WARMUP = 0.03  # share of the steps with a rising rate, then cosine to zero: enough for AdamW's moments
 MAX_GRAD_NORM = 0.5  # gradients are scaled down to this norm, as in EAGLE
 DEPTH_DECAY = 0.8  # depth k counts this to the power k in the loss, as in EAGLE-3
@@ -96,7 +111,8 @@ FRESH_STEPS, FRESH_TOKENS = 32, 256  # what its steps are: half a minute on two 
 DIVERGED = "training diverged; begin again in another --out with a lower --lr and --muon-lr"
 
 # Of the arguments: what --resume may change, and what is compared by content, wherever it lies.
-MAY_CHANGE = ("out", "resume", "dry_run", "verify", "log_with", "keep", "save_every", "plot",
+PLANNING = ("tokens", "tokens_per_second", "gpu_gb")  # what only --dry-run reads
+MAY_CHANGE = (*PLANNING, "out", "resume", "dry_run", "verify", "log_with", "keep", "save_every", "plot",
               "gradient_checkpointing")
 BY_CONTENT = ("target", "shards", "eval_shards", "vocab_map", "checkpoint", "remap_vocab")
 FILES = ("config.json", "model.safetensors", "state/weights.safetensors", "state/optimizer.safetensors",
@@ -130,6 +146,7 @@ class Start:
     drafter: Drafter
     map_rows: torch.Tensor | None  # int64 [D] target ids, ascending; None for the full vocabulary
     copied: int | None = None  # tensors of the layer that are the target's, from scratch
+    unread: int = 0  # tensors of the target's last layer that are stored in a way that is not read
     remapped: dict | None = None  # with --remap-vocab, how many rows were carried over, are new, were dropped
     coverage: float | None = None  # of the supervised tokens that are trained on
     coverage_heldout: float | None = None
@@ -175,10 +192,10 @@ def parse_args():
     parser = Parser(__doc__, usage="%(prog)s --shards DIR --target MODEL --draft-vocab N|full "
                                    "[--vocab-map DIR] --out DIR [options]")
     add = parser.add_argument_group("what everyone gives").add_argument
-    add("--shards", required=True, metavar="DIR", help="folder of extract_hidden_states.py")
+    add("--shards", metavar="DIR", help="folder of extract_hidden_states.py")
     add("--target", required=True, metavar="MODEL", help="folder or hub id of the target; its config, "
         "embedding and lm_head are read, it is never loaded")
-    add("--out", required=True, type=Path, metavar="DIR", help="folder for the drafter; new, empty, or with "
+    add("--out", type=Path, metavar="DIR", help="folder for the drafter; new, empty, or with "
         "--resume an earlier run's")
     add("--draft-vocab", required=True, metavar="N|full", help="rows of the drafter's lm_head: a size such "
         "as 32000, which needs --vocab-map, or full. No default: fewer rows are faster at every drafting "
@@ -196,6 +213,12 @@ def parse_args():
     add("--remap-vocab", action="store_true", help="give the checkpoint another vocabulary, that of "
         "--vocab-map or full: lm_head rows of tokens in both are carried over, others start from the "
         "target's; default off: its rows mean the tokens of its own map")
+
+    own = "the draft layer's, from scratch; default the target's, or what docs/targets.md says"
+    add("--heads", type=positive_int, metavar="N", help=f"attention heads: {own}")
+    add("--kv-heads", type=positive_int, metavar="N", help=f"key-value heads: {own}")
+    add("--head-dim", type=positive_int, metavar="N", help=f"width of a head: {own}")
+    add("--intermediate-size", type=positive_int, metavar="N", help=f"width of the MLP: {own}")
 
     add = parser.add_argument_group("recipe").add_argument
     add("--ttt-steps", type=in_range(1, 128, low_too=True, kind=int), default=3, help="depth of "
@@ -251,6 +274,12 @@ def parse_args():
         "writes them, each once, and acknowledge what a checkpoint covers, which is then removed; default "
         "off: all shards are there")
     add("--dry-run", action="store_true", help="print what would be trained and what it costs, and stop")
+    add("--tokens", type=positive_int, help="with --dry-run and without --shards and --out: plan for so many "
+        "tokens from the target's config.json alone, without weights; default none: the shards are counted")
+    add("--tokens-per-second", type=in_range(0), help="with --tokens: the speed of training, all processes "
+        "together, for the hours; default none: no hours")
+    add("--gpu-gb", type=in_range(0), default=80, metavar="GB", help="with --tokens: memory of one GPU, for "
+        "the printed commands; default 80")
 
     add = parser.add_argument_group("rarely").add_argument
     add("--verify", action="store_true", help="first check the sha256 of every shard, which reads all of "
@@ -266,6 +295,8 @@ def parse_args():
 def main():
     args = parse_args()
     check_arguments(args)
+    if args.tokens:
+        return plan_from_config(args)
     inputs = open_inputs(args)
     start = choose_start(args, inputs)
     plan = make_plan(args, inputs)
@@ -275,7 +306,7 @@ def main():
         check_run(args.out, settings, args.resume)
     describe(args, inputs, start, plan)
     if args.dry_run:
-        return dry_run_summary(args, inputs, start, plan)
+        return dry_run_summary(args, inputs, start, plan, accelerator)
     training = begin(args, inputs, start, plan, accelerator, settings)
     train(training)
     finish(training)
@@ -284,12 +315,26 @@ def main():
 
 def check_arguments(args):
     """Refuse what can be told from the arguments alone."""
+    if args.tokens and not args.dry_run:
+        raise UserError("--tokens is for --dry-run; give that too, or --shards to train on")
+    if args.tokens and (args.shards or args.init == "checkpoint" or args.follow):
+        raise UserError("--tokens plans a new drafter without shards; leave out --tokens, or --shards, "
+                        "--follow and --init checkpoint")
+    if args.tokens_per_second and not args.tokens:
+        raise UserError("--tokens-per-second is for --dry-run with --tokens; give those, or leave it out")
+    missing = [f"--{name}" for name in ("shards", "out") if not args.tokens and not getattr(args, name)]
+    if missing:
+        raise UserError(f"the following arguments are required: {', '.join(missing)}; --help lists the "
+                        "arguments")
     if args.init == "checkpoint" and not args.checkpoint:
         raise UserError("--init checkpoint needs --checkpoint, the folder of the drafter to start from")
     if args.init == "scratch" and args.checkpoint:
         raise UserError("--checkpoint goes with --init checkpoint; leave it out with --init scratch")
     if args.init == "scratch" and args.remap_vocab:
         raise UserError("--remap-vocab goes with --init checkpoint; leave it out with --init scratch")
+    if args.init == "checkpoint" and given_shape(args):
+        raise UserError("--heads, --kv-heads, --head-dim and --intermediate-size are for --init scratch; "
+                        "leave them out, a checkpoint has its own")
     if args.follow and (args.epochs or 1) > 1:
         raise UserError(f"--epochs {args.epochs}: with --follow each shard is there once; leave --epochs "
                         "out, or extract without --max-disk-gb")
@@ -299,7 +344,8 @@ def check_arguments(args):
         raise UserError(f"--log-with {args.log_with}: it is not installed; pip install {args.log_with}")
     if args.plot:
         check_plot(args.plot, args.out)
-    check_output_folder(args.out, "run.json")
+    if args.out:
+        check_output_folder(args.out, "run.json")
 
 
 # What is trained on
@@ -374,8 +420,7 @@ def choose_start(args, inputs):
         start, promise = start_from_checkpoint(args, inputs, draft_vocab)
     else:
         rows, promise = named_map(args, inputs, draft_vocab)
-        drafter, copied = start_from_scratch(inputs, draft_vocab, rows, args.seed)
-        start = Start(drafter, rows, copied=copied)
+        start = start_from_scratch(args, inputs, draft_vocab, rows)
     start.coverage, start.coverage_heldout = covered_share(args, inputs, start.map_rows, promise)
     start.drafter.recompute = args.gradient_checkpointing
     if args.freeze_lm_head:
@@ -392,8 +437,8 @@ def decide_vocabulary(text, vocab_size):
     try:
         size = int(text)
     except ValueError:
-        sizes = f"1..{vocab_size}"
-        raise UserError(f"--draft-vocab {shortened(text)} is neither full nor a number in {sizes}") from None
+        raise UserError(f"--draft-vocab {shortened(text)} is neither full nor a number in 1..{vocab_size} "
+                        "such as 32000, without separators") from None
     check_size(size, vocab_size)
     return size
 
@@ -431,17 +476,20 @@ def compare_with_shards(args, inputs, made, what):
 def start_from_checkpoint(args, inputs, draft_vocab):
     """(Start of --init checkpoint, the facts that say what its vocabulary covers)."""
     target, layers = inputs.target, inputs.shards.manifest["layers"]
-    drafter, own = load_drafter(args.checkpoint, ordered=not args.remap_vocab)
+    drafter, own = load_drafter(args.checkpoint, ordered=not args.remap_vocab, target=target)
+    say(f"{args.checkpoint}: {drafter.used}")
     config, wanted = drafter.config, drafter_config(target, draft_vocab, layers)
-    for key in ("vocab_size", "hidden_size", "target_hidden_size", "rope_parameters"):
+    for key in ("vocab_size", "hidden_size", "target_hidden_size"):
         if config[key] != wanted[key]:
             raise UserError(f"{args.checkpoint} has {key} {config[key]}, this run wants {wanted[key]}; it is "
                             "no drafter for this")
     trained = config.get("training") or {}
-    made = {**made_for(trained), "layers": captured_layers(config, target.num_layers, args.checkpoint)}
+    made = {**made_for(trained), "layers": captured_layers(config, target.num_layers, args.checkpoint,
+                                                        target.model_class)}
     compare_with_shards(args, inputs, made, f"the checkpoint {args.checkpoint}")
     kept = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-            "torch_dtype")
+            "torch_dtype", "rope_parameters", "rope_theta", "rope_scaling")
+    config |= rotary_entries(config["rope_parameters"])
     drafter.config = {**wanted, **{key: config[key] for key in kept}}
     drafter.train()
     if args.remap_vocab:
@@ -504,16 +552,65 @@ def layer_sources(target):
     return sources
 
 
-def start_from_scratch(inputs, draft_vocab, map_rows, seed):
-    """(A Drafter, how many of its tensors are the target's): lm_head rows start as the target's rows, the
-    layer and the final norm as the target's last ones wherever they fit, fc near to passing the last captured
-    state through, and the rest small and random."""
+def given_shape(args):
+    """What the user says of the draft layer, as draft_layer takes it."""
+    return {key: getattr(args, flag) for flag, key in LAYER_FLAGS.items() if getattr(args, flag)}
+
+
+def plain_weight(target, name):
+    """float32 of a target's tensor, fp8 multiplied by its scale (one number, one a row, or one a block).
+
+    None where it is stored otherwise: packed to 4 bits, say.
+    """
+    tensor = target.tensor(name)
+    if tensor.is_floating_point() and tensor.element_size() >= 2:
+        return tensor.float()
+    scales = [f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in target.weights]
+    if not tensor.is_floating_point() or not scales:
+        return None
+    tensor, scale = tensor.float(), target.tensor(scales[0]).float()
+    if scale.numel() == 1:
+        return tensor * scale.flatten()
+    if scale.shape in (tensor.shape[:1], (len(tensor), 1)):
+        return tensor * scale.view(-1, 1)
+    stated = read_json(target.folder / "config.json").get("quantization_config") or {}
+    block = stated.get("weight_block_size") or (128, 128)
+    if scale.shape != tuple(-(-size // step) for size, step in zip(tensor.shape, block, strict=True)):
+        return None
+    whole = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return tensor * whole[: tensor.shape[0], : tensor.shape[1]]
+
+
+def norms_add_one(target, trust_remote_code):
+    """Whether the target's norms multiply by 1 + w (Gemma, Qwen3-Next): what its own does where w is 0."""
+    config = load_config(target.folder, trust_remote_code)
+    native = native_class(config, target.model_class)
+    if native is None:  # code of its own is not run for this
+        return False
+    with torch.device("meta"):
+        model = native(config)
+    name = min((name for name, _ in model.named_modules() if name.endswith("norm") and "layers" not in name
+                and not any(part in name for part in OTHER_PARTS)), key=len, default=None)
+    if name is None:
+        return False
+    norm = model.get_submodule(name).to_empty(device="cpu")
+    for tensor in (*norm.parameters(), *norm.buffers()):
+        tensor.data.zero_()
+    return bool(norm(torch.ones(1, 1, target.hidden_size)).abs().max() > 0)
+
+
+def start_from_scratch(args, inputs, draft_vocab, map_rows):
+    """The Start of --init scratch: lm_head rows start as the target's rows, the layer and the final norm as
+    the target's last ones wherever they fit, fc near to passing the last captured state through, and the rest
+    small and random."""
     target = inputs.target
-    torch.manual_seed(seed)
-    drafter = Drafter(drafter_config(target, draft_vocab, inputs.shards.manifest["layers"]))
+    torch.manual_seed(args.seed)
+    layers = inputs.shards.manifest["layers"]
+    drafter = Drafter(drafter_config(target, draft_vocab, layers, **given_shape(args)))
     sources = layer_sources(target)
     spread = target.text.get("initializer_range") or 0.02
-    copied = 0
+    copied = unread = 0
+    one = 1.0 if norms_add_one(target, args.trust_remote_code) else 0.0
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if parameter.dim() == 2:
@@ -522,9 +619,12 @@ def start_from_scratch(inputs, draft_vocab, map_rows, seed):
             found = target.find(f"{source}.weight") if source else None
             if found is None:
                 continue
-            tensor = target.tensor(found).float()
-            if "norm" in name and target.model_class.startswith("Gemma"):
-                tensor = tensor + 1.0  # Gemma's norms multiply by 1 + w
+            tensor = plain_weight(target, found)
+            if tensor is None:
+                unread += 1
+                continue
+            if "norm" in name:
+                tensor = tensor + one
             if tensor.dim() == 2 and tensor.shape[1] * 2 == parameter.shape[1]:
                 tensor = torch.cat([tensor, tensor], dim=1) / 2
             if tensor.shape == parameter.shape:
@@ -532,7 +632,7 @@ def start_from_scratch(inputs, draft_vocab, map_rows, seed):
                 copied += 1
         drafter.fc.weight[:, 2 * target.hidden_size :] += torch.eye(target.hidden_size)
         drafter.lm_head.weight.copy_(inputs.head if map_rows is None else inputs.head[map_rows])
-    return drafter, copied
+    return Start(drafter, map_rows, copied=copied, unread=unread)
 
 
 def covered_share(args, inputs, rows, promise):
@@ -579,7 +679,7 @@ def make_plan(args, inputs):
     shards, samples = inputs.shards, inputs.samples
     epochs = args.epochs or (1 if args.follow else 2)
     tokens = expected_tokens(shards) if args.follow else int(shards.index[samples, 2].sum()) * epochs
-    batch_tokens = args.batch_tokens or min(8192, max(512, tokens // 500))
+    batch_tokens = step_tokens(args, tokens)
     if args.follow:
         order = Stream(shards, args.out, batch_tokens, args.max_steps, args.seed)
     else:
@@ -587,6 +687,11 @@ def make_plan(args, inputs):
     lr = args.lr or float(f"{0.3 / inputs.target.hidden_size:.1e}")
     every = args.eval_every or max(1, order.steps // 10)
     return Plan(order, epochs, batch_tokens, lr, every, args.save_every or every)
+
+
+def step_tokens(args, tokens):
+    """Tokens of a step, of `tokens` in all epochs."""
+    return args.batch_tokens or min(8192, max(512, tokens // 500))
 
 
 class Order:
@@ -802,7 +907,7 @@ def run_settings(args, inputs, start, plan, accelerator):
         "eval_every": plan.every, "mixed_precision": accelerator.mixed_precision,
         "shards_sha256": inputs.shards.sha256,
         "eval_shards_sha256": inputs.evaluation.sha256 if args.eval_shards else None,
-        "checkpoint_sha256": sha256_file(Path(checkpoint) / "model.safetensors") if checkpoint else None,
+        "checkpoint_sha256": sha256_file(weights_file(checkpoint)) if checkpoint else None,
         "target_sha256": inputs.facts["tensors_sha256"],
         "map_sha256": None if rows is None else map_sha256(rows_to_d2t(rows.numpy())),
     })
@@ -831,8 +936,15 @@ def describe(args, inputs, start, plan):
         say("draft vocabulary remapped: {carried} lm_head rows are carried over, {new} are new and start "
             "from the target's, {dropped} are dropped".format(**start.remapped))
     if start.copied is not None:
+        unread = f", {start.unread} of these quantised in a way that is not read" if start.unread else ""
         say(f"{start.copied} of {len(layer_sources(inputs.target))} tensors of the layer start as the "
-            "target's last layer and final norm, the rest random")
+            f"target's last layer and final norm, the rest random{unread}")
+    config = start.drafter.config
+    kinds = ""
+    if args.init == "scratch":
+        kinds = "".join(f"; {reason}" for reason in draft_layer(inputs.target.text, **given_shape(args))[1])
+    say(f"draft layer: {config['num_attention_heads']} heads of {config['head_dim']}, "
+        f"{config['num_key_value_heads']} key-value heads, MLP of {config['intermediate_size']}{kinds}")
     head, layer = head_and_layer(start.drafter)
     full = " (full, no map)" if start.map_rows is None else ""
     shares = []
@@ -862,26 +974,168 @@ def head_and_layer(drafter):
     return head, sum(parameter.numel() for parameter in drafter.parameters()) - head
 
 
-def dry_run_summary(args, inputs, start, plan):
+def dry_run_summary(args, inputs, start, plan, accelerator):
     """The summary of --dry-run, after what it costs was said."""
     order = plan.order
-    head, layer = head_and_layer(start.drafter)
-    tables = inputs.embedding.numel() + head  # beside the weights: the embedding and the teacher's lm_head
-    memory = 4 * 4 * start.trainable + 4 * tables
-    # Float32 weights, two moments and the export in bfloat16; of the layer's matrices muon has one moment.
-    disk = 14 * start.trainable - 4 * layer
+    compact, table = "teacher_ids" in inputs.shards.manifest["stored"], inputs.embedding.nbytes
+    memory = step_memory(args, start.drafter, table, compact, plan.batch_tokens, accelerator)
+    disk = checkpoint_bytes(start.drafter)
     tried = ""
     if args.init == "checkpoint":
         tried = "; the checkpoint is tried before the first step, not in a dry run"
-    say(f"weights, gradients, moments, embedding and teacher need about {human_bytes(memory)} in each "
-        f"process, the batches beside them; a checkpoint takes {human_bytes(disk)} of disk, and {args.keep} "
-        f"are kept{tried}")
+    parts = ", ".join(f"{human_bytes(size)} for {what}" for what, size in memory.items())
+    say(f"each process needs about {human_bytes(sum(memory.values()))}: {parts}; a checkpoint takes "
+        f"{human_bytes(disk)} of disk, and {args.keep} are kept{tried}")
     return {
         "steps": order.steps, "epochs": order.epochs, "tokens": order.tokens,
         "trainable_params": start.trainable, "draft_vocab": len(start.drafter.lm_head.weight),
-        "init": args.init, "memory_bytes": memory, "checkpoint_bytes": disk, "dry_run": True,
+        "init": args.init, "memory_bytes": sum(memory.values()), "checkpoint_bytes": disk, "dry_run": True,
         "batch_tokens": plan.batch_tokens, "lr": plan.lr, "warnings": inputs.warnings, "out": str(args.out),
     }
+
+
+def is_matrix(name, parameter):
+    """Whether muon takes it: a matrix of the layer."""
+    return parameter.dim() == 2 and name != "lm_head.weight"
+
+
+def checkpoint_bytes(drafter):
+    """Of a checkpoint: float32 weights and the export in bfloat16; of what is trained two moments, of the
+    layer's matrices one."""
+    return sum(parameter.numel() * (6 + parameter.requires_grad * (4 if is_matrix(name, parameter) else 8))
+               for name, parameter in drafter.named_parameters())
+
+
+def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerator):
+    """{what: bytes} of a process at the fullest moment of a step of `batch_tokens`, all of them supervised;
+    without the device's own and what is lost between pieces. The drafter may be on the meta device."""
+    processes, wide = accelerator.num_processes, 2 if accelerator.mixed_precision == "bf16" else 4
+    config, depths = drafter.config, args.ttt_steps
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head = drafter.lm_head.weight.numel()
+    layer = sum(part.numel() for name, part in drafter.named_parameters() if is_matrix(name, part))
+    trained = sum(part.numel() for part in drafter.parameters() if part.requires_grad)
+    tokens = -(-batch_tokens // (processes * args.gradient_accumulation_steps))
+
+    # Weights, gradients, moments: muon has one, AdamW two.
+    state = 4 * sum(part.numel() for part in drafter.parameters()) + 12 * trained - 4 * layer
+    if sharded():
+        state = state // processes + wide * (head + layer) + 4 * trained
+    elif processes > 1:
+        state += 4 * trained  # DDP's buckets
+    teacher_rows = 0 if compact else config["vocab_size" if args.loss != "kl" else "draft_vocab_size"]
+    # In bfloat16 the layer's matrices once more, in float32 those that are joined; all their gradients; the
+    # lm_head's copy and the product that is added to its gradient.
+    joined = layer if wide == 2 else 2 * hidden * (heads + 2 * kv_heads) * size + 2 * hidden * inner
+    copies = wide * (joined + layer + head * ((wide == 2) + drafter.lm_head.weight.requires_grad))
+    # What autograd keeps of a row: of each depth seven of the width, four of the MLP's, q, k, v and the
+    # output, and where keys are not repeated also q and k before their rotation; once, what tokens add.
+    attention = size * (6 * heads if kv_heads == heads else 4 * heads + kv_heads)
+    mlp = 0 if args.gradient_checkpointing else hidden + 4 * inner
+    kept = depths * (6 * hidden + mlp + attention) + 3 * hidden + size * (2 * heads + 2 * kv_heads)
+    kept += 3 * hidden if wide == 4 else 0  # the batch's states, which come in bfloat16
+    batch = 2 * (3 if compact else 4) * hidden + (6 * CANDIDATES if compact else 0) + 17
+    rows = config["draft_vocab_size"]
+    chunk = min(tokens, max(1, CHUNK_BYTES // (wide * rows * depths)))
+    logits = wide * rows * (chunk * (depths + (1 if compact else 2)) + PIECE)
+    return {"weights, gradients and moments": state,
+            "embedding, teacher and copies": embedding_bytes + wide * teacher_rows * hidden + copies,
+            "batches and what is kept of them": tokens * (wide * kept + 2 * batch) + logits}
+
+
+def sharded():
+    """Whether weights are spread over the processes."""
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return fsdp and torch.distributed.is_initialized()
+
+
+def plan_from_config(args):
+    """The summary of --dry-run --tokens, after the plan was said: of the target its config.json is all that
+    is read."""
+    target = open_target(args.target, args.revision, args.trust_remote_code, config_only=True)
+    full, chosen = target.vocab_size, decide_vocabulary(args.draft_vocab, target.vocab_size)
+    accelerator = open_accelerator(args)
+    epochs = args.epochs or 2
+    tokens = args.tokens * epochs
+    batch_tokens = step_tokens(args, tokens)
+    columns = {rows: plan_drafter(args, target, rows, batch_tokens, accelerator)
+               for rows in sorted({chosen, min(32000, full), full})}
+    steps = min(-(-tokens // batch_tokens), args.max_steps or tokens)
+    hours = tokens / args.tokens_per_second / 3600 if args.tokens_per_second else None
+    took = "" if hours is None else f", {hours:.1f} hours at {args.tokens_per_second:g} tokens/s"
+    precision = accelerator.mixed_precision
+    say(f"plan for {target.name}: {args.tokens:,} tokens, {epochs} epochs, about {steps:,} steps of "
+        f"{batch_tokens:,} tokens, depth {args.ttt_steps}, mixed precision {precision}{took}")
+    say_columns(columns)
+    sizes = storages(target.hidden_size, min(CANDIDATES, full))
+    say_storages(sizes, args.tokens)
+    commands = plan_commands(args, target, chosen, columns[chosen]["memory_bytes"])
+    for command in commands:
+        say(command)
+    mine = columns[chosen]
+    return {
+        "dry_run": True, "tokens": tokens, "epochs": epochs, "steps": steps, "batch_tokens": batch_tokens,
+        "draft_vocab": chosen, "sizes": {str(rows): column for rows, column in columns.items()},
+        "memory_bytes": mine["memory_bytes"], "checkpoint_bytes": mine["checkpoint_bytes"],
+        "bytes_per_token": sizes, "bytes": {name: int(size * args.tokens) for name, size in sizes.items()},
+        "hours": hours, "commands": commands,
+    }
+
+
+def plan_drafter(args, target, rows, batch_tokens, accelerator):
+    """A column of the plan: parameters and bytes of a new drafter with so many lm_head rows, and its
+    training by the compact teacher."""
+    layers = [2, 3, 4]  # no size depends on which
+    with torch.device("meta"):
+        drafter = Drafter(drafter_config(target, rows, layers))
+    drafter.lm_head.weight.requires_grad_(not args.freeze_lm_head)
+    drafter_head, others = head_and_layer(drafter)
+    fc, table = drafter.fc.weight.numel(), target.vocab_size * target.hidden_size
+    table_bytes = table * (4 if target.text.get("dtype") == "float32" else 2)
+    memory = step_memory(args, drafter, table_bytes, True, batch_tokens, accelerator)
+    return {"layer": others - fc, "fc": fc, "lm_head": drafter_head, "embedding": table, "memory": memory,
+            "memory_bytes": sum(memory.values()), "checkpoint_bytes": checkpoint_bytes(drafter)}
+
+
+def say_columns(columns):
+    """The drafter and its training, a column for each number of lm_head rows."""
+    def line(title, values):
+        say(f"{title:<50}" + "".join(f"{value:>16}" for value in values))
+
+    line("drafter: rows of its lm_head", [f"{rows:,}" for rows in columns])
+    columns = list(columns.values())
+    for title, key in (("the layer", "layer"), ("fc", "fc"), ("lm_head", "lm_head"),
+                       ("embedding, the target's, frozen", "embedding")):
+        line(f"  {title}", [f"{column[key] / 1e6:,.1f} M" for column in columns])
+    for title in columns[0]["memory"]:
+        line(f"  {title}", [human_bytes(column["memory"][title]) for column in columns])
+    line("  memory of a process, together", [human_bytes(column["memory_bytes"]) for column in columns])
+    line("  a checkpoint on disk", [human_bytes(column["checkpoint_bytes"]) for column in columns])
+
+
+def plan_commands(args, target, draft_vocab, memory):
+    """The shell commands of the job: extraction, map, training."""
+    commands = [f"python extract_hidden_states.py --target {shlex.quote(str(args.target))} --data ROWS "
+                "--out shards --regenerate"]
+    gpus = serving_size(target, args.gpu_gb, args.trust_remote_code)[2]
+    if gpus != 1:
+        commands[0] += f" --backend sglang --server-arguments '--tp {gpus or 'N'}'"
+    words, skip, left_out = [], False, {f"--{name.replace('_', '-')}" for name in (*PLANNING, "out")}
+    for word in sys.argv[1:]:
+        flag = word.split("=")[0]
+        if not skip and flag not in {*left_out, "--dry-run"}:
+            words.append(word)
+        skip = word in left_out  # and its value
+    if draft_vocab < target.vocab_size:
+        commands.append(f"python build_vocab_map.py --shards shards --draft-vocab {draft_vocab} --out map")
+        if not args.vocab_map:
+            words += ["--vocab-map", "map"]
+    launch = "accelerate launch"
+    if memory > FILLED * args.gpu_gb * 1e9:  # weights, gradients and moments spread over GPUs
+        launch += " --use_fsdp --fsdp_version 2 --num_processes 8"
+    commands.append(f"{launch} train_drafter.py --shards shards --out drafter {shlex.join(words)}")
+    return commands
 
 
 # The beginning, or where a run goes on
@@ -916,15 +1170,13 @@ def begin(args, inputs, start, plan, accelerator, settings):
     if args.follow:
         plan.order.begin(progress)
     step = TrainStep(drafter, embedding, teacher, args.ttt_steps, DEPTH_DECAY, args.loss)
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    sharded = fsdp and torch.distributed.is_initialized()
-    model = shard(step, accelerator, compute) if sharded else accelerator.prepare(step)
+    model = shard(step, accelerator, compute) if sharded() else accelerator.prepare(step)
     parameters = {name: parameter for name, parameter in drafter.named_parameters()
                   if parameter.requires_grad}
     optimizers = make_optimizers(parameters, plan.lr, args.muon_lr)
     restore_moments(optimizers, parameters, moments)
     return Training(
-        args, inputs, start, plan, accelerator, lock, embedding, map_rows, step, model, sharded, parameters,
+        args, inputs, start, plan, accelerator, lock, embedding, map_rows, step, model, sharded(), parameters,
         optimizers, progress, saved=progress["step"], probed=probed,
         block=training_block(args, inputs, start, settings, probed),
     )
@@ -973,10 +1225,8 @@ def make_optimizers(parameters, lr, muon_lr):
     """Muon for the layer's matrices, which learns more from the same steps than AdamW and costs no more with
     larger batches; AdamW for the lm_head and the norms. Without weight decay, as the runs are short. Each
     group states its peak rate as initial_lr."""
-    matrices = [parameter for name, parameter in parameters.items()
-                if parameter.dim() == 2 and name != "lm_head.weight"]
-    others = [parameter for name, parameter in parameters.items()
-              if parameter.dim() < 2 or name == "lm_head.weight"]
+    matrices = [parameter for name, parameter in parameters.items() if is_matrix(name, parameter)]
+    others = [parameter for name, parameter in parameters.items() if not is_matrix(name, parameter)]
     return [
         torch.optim.AdamW([{"params": others, "initial_lr": lr}], lr=lr, betas=(0.9, 0.95), weight_decay=0.0,
                           fused=True),
@@ -988,7 +1238,8 @@ def make_optimizers(parameters, lr, muon_lr):
 def training_block(args, inputs, start, settings, probed):
     """The `training` block of the drafter's config.json: what it was made for, from and with."""
     manifest = inputs.shards.manifest
-    made_from = ("data_sha256", "tokenizer_sha256", "chat_template_sha256", "template_kwargs")
+    made_from = ("data_sha256", "tokenizer_sha256", "tokenizer_probe_sha256", "chat_template_sha256",
+                 "template_kwargs")
     packages = ("torch", "transformers", "accelerate", "safetensors", "numpy")
     return {
         "target": inputs.facts, "layers": manifest["layers"],
@@ -1101,7 +1352,7 @@ def train_fresh(args, inputs, start, embedding, teacher, samples):
     yardstick, not a training. samples: numbers in inputs.yardstick[0]."""
     shards, device, hidden = inputs.yardstick[0], embedding.device, inputs.target.hidden_size
     draft_vocab = start.drafter.config["draft_vocab_size"]
-    drafter, _ = start_from_scratch(inputs, draft_vocab, start.map_rows, args.seed)
+    drafter = start_from_scratch(args, inputs, draft_vocab, start.map_rows).drafter
     drafter.lm_head.weight.requires_grad_(False)  # it would cost as much as all the rest
     step = TrainStep(drafter.to(device), embedding, teacher, 1, 1.0)
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]

@@ -17,6 +17,9 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "human": "us
          "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
          "observation": "tool", "ipython": "tool"}
 KINDS = ("messages", "conversations", "turns", "prompt", "text", "input_ids")
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what was thought before an answer
+LEARNT = ("weight", "train", "loss")  # names of what says, with 0 or false, that an answer is not learnt
+TOOLS = ("tools", "tool_defs", "functions")  # names of a row's list of tools
 MAX_LENGTH = 2048  # tokens of a sample, unless said otherwise
 # what transformers' apply_chat_template takes for itself, or gives to the template by itself
 RESERVED = {"self", "conversation", "conversations", "messages", "tools", "chat_template",
@@ -141,9 +144,7 @@ def parse_row(row, system=None, regenerate=False):
     _check_roles([message["role"] for message in messages], regenerate)
     if not any(message["content"].strip() for message in messages if message["role"] == "user"):
         raise Skip("empty")
-    tools = row.get("tools") or None
-    if isinstance(tools, str):
-        tools = _json_or(tools, None)
+    tools = _tools(row)
     # the questions without the answers: two answers to one question never end up on both sides, and
     # regenerating moves no sample
     key = sha256_json([[message["role"], message["content"]] for message in messages
@@ -179,7 +180,8 @@ def _parse_messages(row, kind):
     if kind == "prompt":
         value = [{"role": "user", "content": value}]
         if row.get("response") is not None:
-            value.append({"role": "assistant", "content": row["response"]})
+            reasoning = {key: row.get(key) for key in REASONING}
+            value.append({"role": "assistant", "content": row["response"], **reasoning})
     elif kind == "turns" and isinstance(value, list):
         value = [{"role": "user", "content": turn} for turn in value]
     if not isinstance(value, list):
@@ -194,13 +196,56 @@ def _message(raw):
     if not isinstance(role, str) or role not in ROLES:
         raise Skip("unknown role", f"role {role!r}")
     message = {"role": ROLES[role], "content": _content(raw.get("content", raw.get("value")))}
-    message.update({key: raw[key] for key in ("reasoning_content", "name", "tool_call_id") if raw.get(key)})
-    calls = raw.get("tool_calls")
+    message.update({key: raw[key] for key in ("name", "tool_call_id") if raw.get(key)})
+    reasoning = _one(raw, REASONING)
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise Skip("malformed", f"reasoning is a JSON {type(reasoning).__name__}, a string is wanted")
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    learnt = _one(raw, LEARNT)
+    if learnt not in (None, 0, 1):
+        raise Skip("malformed", f"{learnt!r} says whether a message is learnt; 0 or 1, false or true is "
+                                f"wanted")
+    if learnt == 0 and message["role"] == "assistant":
+        message["weight"] = 0
+    calls = raw.get("tool_calls") or raw.get("function_call") and [{"function": raw["function_call"]}]
     if calls and not isinstance(calls, list):
         raise Skip("malformed", "tool_calls is no list")
     if calls:
         message["tool_calls"] = [_tool_call(call) for call in calls]
     return message
+
+
+def _one(raw, names):
+    """The value that has one of `names`; None where none has one. Raises Skip where they contradict."""
+    values = [raw[name] for name in names if raw.get(name) not in (None, "")]
+    if any(value != values[0] for value in values):
+        raise Skip("malformed", f"{', '.join(name for name in names if name in raw)} contradict each other")
+    return values[0] if values else None
+
+
+def _tools(row):
+    """The row's tools as a chat endpoint takes them, or None. Columnar files give every object the keys of
+    all others, as nulls: they are left out."""
+    tools = _one(row, TOOLS)
+    if isinstance(tools, str):
+        tools = _json_or(tools, tools)
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise Skip("malformed", "tools is no list of objects")
+    tools = [_json_or(tool, tool) if isinstance(tool, str) else tool for tool in tools]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise Skip("malformed", "tools is no list of objects")
+    tools = [_without_nulls(tool) for tool in tools]
+    return [tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
+            for tool in tools]
+
+
+def _without_nulls(value):
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _content(content):
@@ -217,15 +262,16 @@ def _content(content):
 
 
 def _tool_call(call):
-    """The call with its arguments as an object: templates and engines want them so, the wire format has a
-    string."""
+    """The call as a chat endpoint takes it; its arguments are a string where the row has one, otherwise an
+    object."""
+    call = _without_nulls(call)
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Skip("malformed", "a tool call names no function")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _json_or(arguments, arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    arguments = function.get("arguments") or {}
+    if not isinstance(_json_or(arguments, None) if isinstance(arguments, str) else arguments, dict):
+        raise Skip("malformed", "a tool call's arguments are no JSON object")
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
 def _json_or(text, otherwise):
@@ -356,7 +402,7 @@ def _encode(conversation, renderer, target, max_length, notes):
         for what, turns in dropped.items():
             notes[f"answers whose {what} the chat template drops"] += turns
     elif "text" in conversation:
-        ids = renderer.tokenizer(conversation["text"])["input_ids"]
+        ids = text_ids(renderer.tokenizer, conversation["text"])
         mask = [1] * len(ids)
     else:
         ids, mask = conversation["input_ids"], conversation["loss_mask"]
@@ -366,6 +412,14 @@ def _encode(conversation, renderer, target, max_length, notes):
     if not any(mask):
         raise Skip("no supervised token")
     conversation.update(input_ids=ids[:max_length], loss_mask=mask, bound=len(mask), samples=1)
+
+
+def text_ids(tokenizer, text):
+    """Ids of a whole text with what the tokenizer adds to one; a BOS that the text has is not added again."""
+    ids = tokenizer(text)["input_ids"]
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    twice = plain[:1] == [tokenizer.bos_token_id] and ids[1 : len(plain) + 1] == plain
+    return ids[1:] if twice else ids
 
 
 def _check_ids(ids, target):

@@ -6,9 +6,11 @@ once, each at its own pace; the target's answers for training are made so too.
 """
 
 import hashlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from common.cli import UserError
-from common.files import read_json
-from common.target_model import SlotCache, TargetModel
+from common.target import generation_config
+from common.target_model import SlotCache, TargetModel, cannot_draft
 
 LEAST_TEMPERATURE = 1e-5  # vLLM takes less for greedy, and SGLang from 1e-6 on; at last logits would overflow
 
@@ -57,9 +59,7 @@ def sampling_settings(target, temperature, top_p, top_k):
     generation config has them. Raises UserError for what nothing can be drawn with.
     """
     if temperature == "config":
-        file = target.folder / "generation_config.json"
-        config = read_json(file) if file.exists() else {}
-        temperature = 0
+        config, temperature = generation_config(target), 0
         if config.get("do_sample"):
             temperature = config.get("temperature") or 1.0
         top_p, top_k = config.get("top_p") or 1.0, config.get("top_k") or 0
@@ -74,6 +74,33 @@ def sampling_settings(target, temperature, top_p, top_k):
                         f"(greedy), at least {LEAST_TEMPERATURE}, or config, a top-p above 0, up to 1, and a "
                         f"top-k of at least 0 are wanted")
     return {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+
+
+# What else a generation config may ask for that changes answers, with the value that asks for nothing: of any
+# answer, and of drawn ones only
+NEUTRAL = {
+    "repetition_penalty": 1, "encoder_repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": [], "force_words_ids": [],
+    "constraints": [], "sequence_bias": {}, "suppress_tokens": [], "begin_suppress_tokens": [],
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0, "min_new_tokens": 0,
+    "exponential_decay_length_penalty": None, "stop_strings": [], "guidance_scale": 1, "num_beams": 1,
+    "penalty_alpha": 0, "dola_layers": None, "watermarking_config": None, "token_healing": False,
+}
+NEUTRAL_DRAWN = {"min_p": 0, "top_h": 1, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
+
+
+def not_applied(target, sampling):
+    """[a sentence that names what the target's generation config asks for and no decoder here applies], []
+    where that is nothing. sampling: as `sampling_settings` returns it."""
+    neutral = {**NEUTRAL, **(NEUTRAL_DRAWN if sampling["temperature"] else {})}
+    config = generation_config(target)
+    asked = [f"{key} {json.dumps(config[key])[:60]}" for key, nothing in neutral.items()
+             if config.get(key) not in (None, nothing)]
+    if not asked:
+        return []
+    return [f"the generation_config.json of {target.name} asks for {', '.join(asked)}, which is not applied "
+            f"here: answers are those of temperature, top-p and top-k alone, and a server that applies it "
+            f"gives others"]
 
 
 def distribution(logits, sampling):
@@ -330,11 +357,16 @@ def decode(model, prompts, limits, eos_ids, drafter=(), steps=3, topk=1, draft_t
     forward pass over prompts. report: called with the ids of each answer that has ended.
 
     An answer that has ended idles while prompts wait, until a quarter of the batch has; then the next prompts
-    take their places.
+    take their places. Raises UserError for a drafter where the target's cache cannot be a SlotCache.
     """
     start = clock(model.device)
     most = min(most or len(prompts), len(prompts))
     limits = [limits] * len(prompts) if isinstance(limits, int) else limits
+    if model.odd:
+        if drafter:
+            raise cannot_draft(model.target, model.odd)
+        return decode_alike(model, prompts, limits, eos_ids, sampling or {"temperature": 0}, numbers, most,
+                            prefill_tokens, report)
     waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     group = Group([Answer([]) for _ in prompts])
     cache = SlotCache(model.target.num_layers, most)
@@ -366,6 +398,39 @@ def decode(model, prompts, limits, eos_ids, drafter=(), steps=3, topk=1, draft_t
         group.verify_seconds.append(judged_at - drafted_at)
         if draft:
             group.draft_seconds.append(drafted_at - began + clock(model.device) - judged_at)
+    group.seconds = clock(model.device) - start
+    return group
+
+
+def decode_alike(model, prompts, limits, eos_ids, sampling, numbers, most, prefill_tokens, report):
+    """Plain `decode` with the cache that the model makes for itself.
+
+    Only prompts of one length are decoded together, step by step until the last has ended: no layer ever
+    reads padding, which a recurrent state would keep.
+    """
+    start = clock(model.device)
+    group = Group([Answer([]) for _ in prompts])
+    work = Work(model, None, None, prompts, limits, eos_ids, sampling, numbers, group.answers, [], None)
+    batches = []
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    for length, alike in groupby(order, key=lambda number: len(prompts[number])):
+        same, count = list(alike), max(1, min(most, prefill_tokens // length))
+        batches += [same[first : first + count] for first in range(0, len(same), count)]
+    for rows in batches:
+        ids = torch.tensor([prompts[row] for row in rows], device=model.device)  # [B, T]
+        cache = None
+        for step in range(max(limits[row] for row in rows)):
+            cache, last = model.go_on(ids, len(prompts[rows[0]]) + step, cache)
+            going = [row for row in rows if not work.ended(row)]
+            chosen = choose(model, last, sampling, work.draw(rows, 1))  # [B]
+            for row, token in zip(rows, chosen.tolist(), strict=True):
+                if row in going:
+                    work.answers[row].ids.append(token)
+                    if work.ended(row):
+                        report(work.answers[row].ids)
+            if all(map(work.ended, rows)):
+                break
+            ids = chosen[:, None]
     group.seconds = clock(model.device) - start
     return group
 

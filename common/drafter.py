@@ -9,11 +9,11 @@ layers, concatenated), row t pairs state t with token t+1 and predicts token t+2
     logits = lm_head(norm(h))                                      # h BEFORE norm is the next step's h
 """
 
+import math
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -23,9 +23,34 @@ from common.target import default_layers
 from common.vocab import check_map, map_sha256
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+# Of others, for the same model.
+ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 INTEGERS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
             "draft_vocab_size", "max_position_embeddings")  # that a drafter's config must state
 DTYPES = ("float32", "bfloat16", "float16")
+# Rotary types that transformers, SGLang and vLLM compute alike for a draft layer, and the numbers of each.
+# SGLang heeds no attention_factor, mscale or truncate of yarn, and has dynamic otherwise than transformers.
+ROTARY = {"default": (), "linear": ("factor",),
+          "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+          "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")}
+# Of yarn and others: SGLang or vLLM leaves these out, or has a kind of its own for them.
+OTHERWISE = ("mrope_section", "use_fope", "alpha", "attention_factor", "attn_factor", "extrapolation_factor",
+             "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor")
+# What engines heed in a drafter's config, and the value that the model here has.
+COMPUTED = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "use_aux_norm": False,
+            "norm_output": False, "use_aux_hidden_state": True, "num_aux_hidden_states": 3,
+            "num_hidden_layers": 1, "hidden_act": "silu", "bias": False, "attention_bias": False,
+            "mlp_bias": False, "tie_word_embeddings": False, "logit_scale": 1.0, "quantization_config": None,
+            "use_sliding_window": False}
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon",
+            "layernorm_epsilon")  # however a target's config spells it
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+# SGLang classes that take a list of layers as it stands, unless it begins with 1, as DeepSeek-V2's does.
+AS_GIVEN = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM",
+            "GlmMoeDsaForCausalLM", "Glm4MoeLiteForCausalLM", "MistralLarge3ForCausalLM",
+            "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+# And one that captures one layer more than others where it is given no list.
+OFF_BY_DEFAULT = ("MiniMaxM3SparseForConditionalGeneration",)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -38,6 +63,7 @@ class RMSNorm(nn.RMSNorm):
 class Drafter(nn.Module):
     """Parameters carry the exported names. `config` is the exported config.json as a dict."""
 
+    used = ""  # of one that was loaded: what of its folder was taken
     recompute = False  # in training: the MLP of every depth is computed again in the backward pass, not kept
 
     def __init__(self, config):
@@ -122,55 +148,90 @@ def rotary_settings(config):
     return rotary.inv_freq.float().clone(), float(rotary.attention_scaling)
 
 
-def drafter_config(target, draft_vocab, layers):
+def draft_layer(text, **given):
+    """({num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rope_parameters} of a drafter
+    for a target of text config `text`, sentences on what of it is not the target's own).
+
+    given: any of these numbers, taken as they are. Raises UserError for heads that cannot be.
+    """
+    hidden, reasons = text["hidden_size"], []
+    heads = text["num_attention_heads"]
+    kv_heads = text.get("num_key_value_heads") or heads
+    head_dim = text.get("head_dim") or hidden // heads
+    if text.get("kv_lora_rank") is not None:  # its head_dim is a part of a head
+        value_dim = text.get("v_head_dim")
+        head_dim = value_dim if value_dim in (64, 128, 256) else 128 if hidden >= 1024 else 64
+        if heads * head_dim > 2 * hidden:
+            heads = max(1, hidden // head_dim)
+        kv_heads = math.gcd(heads, 8)
+        reasons.append("plain heads in place of latent attention")
+    inner = text.get("intermediate_size_mlp") or text.get("intermediate_size") or 4 * hidden
+    if isinstance(inner, (list, tuple)):  # one a layer
+        inner = inner[0]
+    if inner < 2 * hidden and any(text.get(key) for key in EXPERTS):
+        inner = 3 * hidden
+        reasons.append("an MLP of 3 hidden sizes, as the target's experts are narrower than two")
+    rope = _stated_rotary(text)
+    known = ROTARY.get(rope["rope_type"])
+    if known is None or any(key not in rope for key in known if not key.startswith("beta_")):
+        reasons.append(f"plain rotary positions in place of {rope['rope_type']}, which engines compute "
+                       "otherwise in a drafter")
+        rope["rope_type"], known = "default", ()
+    rope = {key: rope[key] for key in ("rope_theta", "rope_type", *known) if key in rope}
+    layer = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+             "intermediate_size": inner, "rope_parameters": rope, **given}
+    if layer["num_attention_heads"] % layer["num_key_value_heads"]:
+        raise UserError(f"the draft layer would have {layer['num_key_value_heads']} key-value heads for "
+                        f"{layer['num_attention_heads']} heads; give --kv-heads a divisor of --heads")
+    if layer["head_dim"] % 2:
+        raise UserError(f"the draft layer's heads would be {layer['head_dim']} wide, an odd number, which "
+                        f"rotary embeddings cannot have; give --head-dim 64, 128 or 256")
+    return layer, reasons
+
+
+def drafter_config(target, draft_vocab, layers, **given):
     """The exported config.json for a drafter of `target`: nothing of MoE, quantisation or biases.
 
-    layers: three HF hidden_states indices. Raises UserError for a target whose drafter could not be loaded.
+    layers: three HF hidden_states indices; given: numbers of the draft layer, see `draft_layer`. Raises
+    UserError for a target whose drafter could not be loaded.
     """
     text, hidden = target.text, target.hidden_size
     if text["hidden_size"] != hidden:
         raise UserError(f"the target's lm_head is {hidden} wide and its hidden size {text['hidden_size']}: "
                         f"such targets are not supported")
-    heads = text["num_attention_heads"]
-    kv_heads = text.get("num_key_value_heads") or heads
-    head_dim = text.get("head_dim") or hidden // heads
-    if text.get("kv_lora_rank") is not None:  # MLA's head_dim is a part of a head: plain heads are taken
-        kv_heads, head_dim = heads, hidden // heads
-    if head_dim % 2:
-        raise UserError(f"the target's heads are {head_dim} wide, an odd number, which rotary embeddings "
-                        f"cannot have: not supported")
-    intermediate = text.get("intermediate_size") or 4 * hidden
-    if isinstance(intermediate, (list, tuple)):  # one a layer
-        intermediate = intermediate[0]
-    rope = _rope_parameters(text)
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    layer, _ = draft_layer(text, **given)
+    eps = next((text[key] for key in EPSILONS if text.get(key)), 1e-6)
     return {
         "architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
-        "hidden_size": hidden, "target_hidden_size": hidden, "intermediate_size": intermediate,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "hidden_size": hidden, "target_hidden_size": hidden, **layer,
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
         "vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab,
         "max_position_embeddings": text["max_position_embeddings"],
-        "rms_norm_eps": text.get("rms_norm_eps") or 1e-6,
-        "rope_parameters": rope, "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rms_norm_eps": float(eps), **rotary_entries(layer["rope_parameters"]),
         "bos_token_id": text.get("bos_token_id"), "eos_token_id": text.get("eos_token_id"),
         "torch_dtype": "bfloat16",
         **layer_ids(layers, target.num_layers, target.model_class),
     }
 
 
+def rotary_entries(rope):
+    """The config entries of rotary settings, in the new spelling and the old one."""
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {"rope_parameters": rope, "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if rope["rope_type"] == "default" else scaling}
+
+
 def layer_ids(layers, num_layers, model_class):
     """The config entries that name the captured layers, given as HF hidden_states indices.
 
     The engines' default needs none. Otherwise vLLM and llama.cpp read the top-level list as HF indices, and
-    SGLang only the nested one, to which it adds 1 - except for DeepSeek-V2/V3 style classes, where it does so
-    only if the first id is 1. Raises UserError for [1, b, c] on those.
+    SGLang only the nested one, to which it adds 1 - except for the classes AS_GIVEN, where it does so only
+    if the first id is 1. Raises UserError for [1, b, c] on those.
     """
-    if num_layers >= 7 and layers == default_layers(num_layers):
+    if num_layers >= 7 and layers == default_layers(num_layers) and model_class not in OFF_BY_DEFAULT:
         return {}
     nested = [layer - 1 for layer in layers]
-    if model_class.startswith(("DeepseekV2", "DeepseekV3", "KimiK2", "KimiK25")):
+    if model_class in AS_GIVEN:
         if layers[0] == 1:
             raise UserError(f"--layers {layers}: SGLang cannot be told to capture layer 1 of a "
                             f"{model_class}; take 2 or more")
@@ -180,21 +241,28 @@ def layer_ids(layers, num_layers, model_class):
             "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": nested}}
 
 
-def captured_layers(config, num_layers, folder):
+def captured_layers(config, num_layers, folder, model_class=""):
     """The three HF hidden_states indices that a drafter reads, as its `config` or the engines' default says.
 
-    Raises UserError where they are no three ascending ones of a target of `num_layers`.
+    vLLM reads the top-level list, as it stands, and SGLang the nested one, by the target's class (see
+    `layer_ids`). Raises UserError where both are there and differ, and where they are no three ascending ones
+    of a target of `num_layers`.
     """
     eagle = config.get("eagle_config") or {}
-    layers = (config.get("training") or {}).get("layers") or config.get("eagle_aux_hidden_state_layer_ids")
     try:
-        if not layers and eagle.get("eagle_aux_hidden_state_layer_ids"):
-            layers = [layer + 1 for layer in eagle["eagle_aux_hidden_state_layer_ids"]]
-        layers = layers or default_layers(num_layers)
+        layers = (config.get("training") or {}).get("layers")
+        layers = layers or config.get("eagle_aux_hidden_state_layer_ids")
+        nested = eagle.get("eagle_aux_hidden_state_layer_ids")
+        if nested and (model_class not in AS_GIVEN or nested[0] == 1):
+            nested = [layer + 1 for layer in nested]
+        if layers and nested and layers != nested:
+            raise UserError(f"{folder} reads layers {layers} in vLLM and {nested} in SGLang, as the two "
+                            "lists of its config say; export it again")
+        layers = layers or nested or default_layers(num_layers)
         usable = [type(layer) for layer in layers] == [int] * 3
         usable = usable and 1 <= layers[0] < layers[1] < layers[2] < num_layers
     except (TypeError, AttributeError):
-        layers, usable = layers or eagle, False
+        layers, usable = config.get("eagle_aux_hidden_state_layer_ids") or eagle, False
     if not usable:
         raise UserError(f"{folder} reads layers {layers}; three ascending ones in 1..{num_layers - 1} are "
                         f"wanted for this target")
@@ -219,48 +287,76 @@ def save_drafter(folder, state, config, rows=None):
     write_json(folder / "config.json", config)
 
 
-def load_drafter(folder, dtype=torch.float32, ordered=True):
-    """(Drafter in eval mode, rows int64 [D] target ids or None: the full vocabulary) of an exported folder.
+def load_drafter(folder, dtype=torch.float32, ordered=True, target=None):
+    """(Drafter in eval mode, rows int64 [D] target ids or None: the full vocabulary) of an exported folder,
+    ours or in another published layout; the drafter's `used` says what of the folder was taken.
 
     Raises UserError for an ordinary model, tensors that are missing, unknown or of another shape, a broken
     map, or one that is not the map that the drafter was trained with. ordered=False takes a map whose target
-    ids do not ascend, for whoever sorts its rows.
+    ids do not ascend, for whoever sorts its rows. target: has the lm_head where the folder has none.
     """
     folder = Path(folder)
     config = _read_config(folder)
     try:
-        config["rope_parameters"] = _rope_parameters(config)
+        config["rope_parameters"] = _own_rotary(config, folder)
         config.setdefault("target_hidden_size", config["hidden_size"])
         config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         with torch.device("meta"):
             wanted = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+    except UserError:
+        raise
     except Exception as error:  # numbers that make no model: torch and transformers raise many kinds
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: its config describes no drafter ({reason}); export it again") from None
-    file = folder / "model.safetensors"
-    if not file.exists():
-        raise UserError(f"{folder} holds no model.safetensors; export the drafter again")
-    try:
-        tensors = load_file(file)
-    except Exception as error:  # safetensors raises its own kinds for a broken header
-        raise UserError(f"{file} cannot be read as safetensors ({str(error)[:200]}); export the drafter "
-                        f"again") from None
+    tensors = _read_tensors(folder)
+    used = [f"{len(tensors)} tensors"]
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    tensors.pop("embed_tokens.weight", None)  # the target's is used, as in the engines
-    _check_tensors(folder, tensors, wanted)
+    if tensors.pop("embed_tokens.weight", None) is not None:
+        used.append("embed_tokens.weight left out, the target's embedding serves")
+    if d2t is not None and t2d is None:
+        t2d = torch.zeros(config["vocab_size"], dtype=torch.bool)
+        ids = d2t.long() + torch.arange(len(d2t))
+        t2d[ids[(ids >= 0) & (ids < len(t2d))]] = True
+        used.append("t2d made from d2t")
     rows = _map_rows(folder, config, d2t, t2d, ordered)
+    if "lm_head.weight" not in tensors and target is not None:
+        head = target.lm_head()
+        tensors["lm_head.weight"] = head if rows is None else head[rows]
+        used.append("lm_head.weight the target's")
+    _check_tensors(folder, tensors, wanted)
     drafter = Drafter(config)
     drafter.load_state_dict(tensors)
+    drafter.used = ", ".join(used)
     return drafter.to(dtype).eval(), rows
+
+
+def weights_file(folder):
+    """The file of a drafter's tensors. Raises UserError where the folder has none."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (Path(folder) / name).exists():
+            return Path(folder) / name
+    raise UserError(f"{folder} holds no model.safetensors; export the drafter again")
+
+
+def _read_tensors(folder):
+    """{exported name: tensor} of a drafter's folder, from either of the names and formats in use."""
+    file = weights_file(folder)
+    try:
+        if file.suffix == ".bin":
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        else:
+            tensors = load_file(file)
+    except Exception as error:  # safetensors and torch raise kinds of their own for a broken file
+        raise UserError(f"{file} cannot be read ({str(error)[:200]}); export the drafter again") from None
+    return {name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): tensor
+            for name, tensor in tensors.items()}
 
 
 def check_embedding(folder, target):
     """Refuse a drafter with an embedding of its own: vLLM would take it, and SGLang the target's."""
-    with safe_open(Path(folder) / "model.safetensors", framework="pt") as handle:
-        names = handle.keys()
-        if "embed_tokens.weight" not in names:
-            return
-        own = handle.get_tensor("embed_tokens.weight")
+    own = _read_tensors(Path(folder)).get("embed_tokens.weight")
+    if own is None:
+        return
     wanted = target.embedding()
     if own.shape != wanted.shape or not torch.equal(own.to(wanted.dtype), wanted):
         raise UserError(f"{folder} holds an embed_tokens.weight, {list(own.shape)}, that is not the one of "
@@ -272,9 +368,14 @@ def _read_config(folder):
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; give the folder of a drafter, as train_drafter.py writes it")
     config = read_json(folder / "config.json")
-    if config.get("architectures") != [ARCHITECTURE]:
+    if isinstance(config.get("transformer_layer_config"), dict):  # as the library speculators nests it
+        own = {key: value for key, value in config.items() if key != "transformer_layer_config"}
+        config = {"norm_before_residual": True, **config["transformer_layer_config"], **own}
+    if (config.get("architectures") or [None])[0] not in ARCHITECTURES:
         raise UserError(f"{folder} is no EAGLE-3 drafter: its config names {config.get('architectures')}, "
-                        f"{[ARCHITECTURE]} is wanted; give a folder that train_drafter.py wrote")
+                        f"{' or '.join(ARCHITECTURES)} is wanted; give a folder that train_drafter.py wrote")
+    if config.get("draft_vocab_size") is None:
+        config["draft_vocab_size"] = config.get("vocab_size")  # as both engines take it
     for key in INTEGERS:
         if type(config.get(key)) is not int:
             raise UserError(f"{folder}: {key} is {config.get(key)!r} in its config, an integer is wanted; "
@@ -282,16 +383,23 @@ def _read_config(folder):
     if not isinstance(config.get("rms_norm_eps"), float):
         raise UserError(f"{folder}: rms_norm_eps is {config.get('rms_norm_eps')!r} in its config, a number "
                         f"like 1e-6 is wanted; export the drafter again")
+    eagle = config["eagle_config"] if isinstance(config.get("eagle_config"), dict) else {}
+    for key, computed in COMPUTED.items():
+        stated = eagle.get(key, config.get(key))
+        if stated is not None and stated != computed:
+            raise UserError(f"{folder}: its config states {key} {stated!r}, which "
+                            f"engines heed; here drafters have {computed!r}; use one of that kind")
     config["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     if config["torch_dtype"] not in DTYPES:
         raise UserError(f"{folder}: torch_dtype is {config['torch_dtype']!r} in its config; "
                         f"{', '.join(DTYPES)} are known; export the drafter again")
-    if config.get("norm_before_residual"):
-        raise UserError(f"{folder} is of the kind with norm_before_residual, which SGLang does not know; use "
-                        f"one without")
     if not _usable(config.get("training") or {}):
         raise UserError(f"{folder}: its config has no usable training block (its target, template_kwargs, "
                         f"coverage); export the drafter again")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if kv_heads > 0 and heads % kv_heads:
+        raise UserError(f"{folder}: its config has {kv_heads} key-value heads for {heads} heads, a divisor "
+                        f"of these is wanted; export the drafter again")
     return config
 
 
@@ -344,16 +452,32 @@ def _map_rows(folder, config, d2t, t2d, ordered):
     return rows
 
 
-def _rope_parameters(text):
-    """Rotary settings as one dict with rope_type and rope_theta, from either spelling.
+def _stated_rotary(text):
+    """Rotary settings of a config as one dict with rope_type and rope_theta, from any of the spellings.
 
-    Of Gemma 3's two the global one.
+    Of those with one a kind of layer (Gemma 3), the global one.
     """
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     if isinstance(rope.get("full_attention"), dict):
         rope = dict(rope["full_attention"])
     old_spelling = rope.pop("type", None)
     rope["rope_type"] = rope.get("rope_type") or old_spelling or "default"
+    if rope["rope_type"] == "mrope":  # of text alone: all its positions are equal
+        rope["rope_type"] = "default"
     rope["rope_theta"] = float(rope.get("rope_theta") or text.get("rope_theta") or 10000.0)
-    rope.pop("partial_rotary_factor", None)  # the draft rotates whole heads
     return rope
+
+
+def _own_rotary(config, folder):
+    """Rotary settings of a drafter's config. Raises UserError for what the engines would not both compute as
+    it is computed here."""
+    rope = _stated_rotary(config)
+    kind = rope["rope_type"]
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    odd = [key for key in OTHERWISE if rope.get(key) is not None]
+    odd += ["partial_rotary_factor"] if partial not in (None, 1, 1.0) else []
+    if kind not in ROTARY or odd:
+        found = f"{kind} with {', '.join(odd)}" if odd else kind
+        raise UserError(f"{folder}: its rotary positions are {found}, which SGLang and vLLM do not both "
+                        f"compute as is done here; {', '.join(ROTARY)} alone are known; use another drafter")
+    return {key: rope[key] for key in ("rope_theta", "rope_type", *ROTARY[kind]) if key in rope}

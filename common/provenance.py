@@ -10,7 +10,7 @@ compared.
 | layers                                        | refused | refused    |
 | target: tensors_sha256 (lm_head, embedding)   | refused | a warning  |
 | target: text_config_sha256                    | refused | a warning  |
-| tokenizer_sha256                              | refused | a warning  |
+| tokenizer_sha256, tokenizer_probe_sha256      | refused | a warning  |
 | map_sha256 (the draft vocabulary)             | refused | a warning  |
 | target: sample_sha256 (of all other weights)  | a warning | a warning |
 | chat_template_sha256, template_kwargs         | a warning | a warning |
@@ -20,9 +20,10 @@ compared.
 import re
 
 from common.cli import UserError
-from common.target import chat_template_sha256, stored_template_sha256, tokenizer_sha256
+from common.target import chat_template_sha256, probe_sha256, stored_template_sha256, tokenizer_sha256
 
-RECORD = ("target", "tokenizer_sha256", "chat_template_sha256", "template_kwargs", "layers", "map_sha256")
+RECORD = ("target", "tokenizer_sha256", "tokenizer_probe_sha256", "chat_template_sha256", "template_kwargs",
+          "layers", "map_sha256")
 UNSTATED = object()
 NEVER, FORCED, WARNED = range(3)  # lets pass: nothing, --force, anybody
 RULES = (  # key, what it is called, what lets a difference pass, what to do or what follows
@@ -35,6 +36,8 @@ RULES = (  # key, what it is called, what lets a difference pass, what to do or 
                                   "config", FORCED, "use the target that it was made for"),
     ("tokenizer_sha256", "another tokenizer: "
                          "hash", FORCED, "use the tokenizer, shards and map that belong together"),
+    ("tokenizer_probe_sha256", "a tokenizer that gives other "
+                               "ids: hash", FORCED, "use the same libraries, and --trust-remote-code or not"),
     ("map_sha256", "another draft vocabulary: map", FORCED, "use the map that it was made for"),
     ("target.sample_sha256", "other weights behind the same lm_head and embedding:", WARNED,
      "if one is a fine-tune of the other, fewer drafts are right"),
@@ -46,11 +49,12 @@ RULES = (  # key, what it is called, what lets a difference pass, what to do or 
 def target_record(target, facts, tokenizer=None):
     """The record of an opened Target, whose facts() are given.
 
-    tokenizer: where it is loaded. Without it the chat template is that of the target's files, and is not
-    stated where they do not tell.
+    tokenizer: where it is loaded. Without it what it does is not stated, and the chat template is that of the
+    target's files, or not stated where they do not tell.
     """
     record = {"target": facts, "tokenizer_sha256": tokenizer_sha256(target.folder)}
     if tokenizer is not None:
+        record["tokenizer_probe_sha256"] = probe_sha256(tokenizer)
         record["chat_template_sha256"] = chat_template_sha256(tokenizer)
     elif (stored := stored_template_sha256(target.folder)) is not None:
         record["chat_template_sha256"] = stored or None

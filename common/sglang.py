@@ -48,6 +48,9 @@ STATED = {  # the kinds of what is read of a server's description of itself
     "speculative_draft_model_path": str, "forward_hooks": list, "cuda_graph_config": dict,
     "cuda_graph_config.prefill": dict,
 }
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+           "min_new_tokens": 0}  # of a request: nothing of it is wanted
+GREEDY = {"temperature": 0, "top_p": 1.0, "top_k": 0}
 KINDS = {int: "an integer", str: "a string", list: "an array", dict: "an object"}
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,7 +146,7 @@ def wait_for_server(process, url, log, patience=3600):
         with suppress(UserError):  # not up yet
             healthy = _ask(url, "/health")[0] == 200
     try:
-        generate(url, {"input_ids": [1], "sampling_params": {"temperature": 0, "max_new_tokens": 1}})
+        generate(url, {"input_ids": [1], "sampling_params": _sampling_params(GREEDY, 1, ())})
     except UserError as error:
         raise UserError(f"{error}; {_last_words(log)}; all that SGLang printed is in {log}") from None
 
@@ -262,7 +265,8 @@ def answer(url, prompts, limit, eos_ids, concurrency, sampling, steps=None):
 
 
 def _sampling_params(sampling, limit, eos_ids):
-    return {"temperature": sampling["temperature"], "top_p": sampling["top_p"],
+    """A request's, with what is not asked for stated, too: a server may have defaults of its own."""
+    return {**NEUTRAL, "temperature": sampling["temperature"], "top_p": sampling["top_p"],
             "top_k": sampling["top_k"] or -1, "max_new_tokens": limit, "stop_token_ids": sorted(eos_ids)}
 
 
@@ -403,6 +407,8 @@ def _dtype(target, dtype):
     """That of the target's files for auto: SGLang's own auto makes float16 of float32."""
     if dtype != "auto":
         return dtype
+    if not target.weights:  # a plan
+        return str(target.text.get("dtype") or "bfloat16")
     with safe_open(target.weights[target.lm_head_name], framework="pt") as file:
         return FILE_DTYPES.get(file.get_slice(target.lm_head_name).get_dtype(), "bfloat16")
 
@@ -609,7 +615,7 @@ class SGLang:
     def _forward(self, samples):
         """(replies, states) of prompts that are answered with one token: what SGLang asks for at least."""
         bodies = [{"input_ids": ids, "rid": f"{self.name}-{number}",
-                   "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+                   "sampling_params": _sampling_params(GREEDY, 1, ())}
                   for number, ids in enumerate(samples, start=self.count)]
         self.count += len(samples)
         replies = self._send(bodies, lambda reply, n: reply)

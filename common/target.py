@@ -13,10 +13,15 @@ EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight"
                    "embed_in.weight", "embeddings.weight")
 OTHER_PARTS = ("vision", "visual", "audio", "image", "mtp", "nextn", "draft", "per_layer", "talker", "codec")
 USUAL_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
-               "intermediate_size", "max_position_embeddings", "head_dim")
+               "intermediate_size", "max_position_embeddings", "head_dim", "layer_types")
+SAME_AS = {"kimi_k2": "deepseek_v3"}  # published under a type of its own, with the other's architecture
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt",
                    "added_tokens.json")
+PROBE = ("The 3 quick brown foxes' 1,234,567.89 jumps\tover\n\n  it's WE'LL don\u2019t x=f(a[0]);\r\n# "
+         "caf\u00e9 na\u00efve \u4f60\u597d\uff0c\u4e16\u754c\u30ab\u30bf\u30ab\u30ca "
+         "\u0645\u0631\u062d\u0628\u0627 \u043f\u0440\u0438\u0432\u0435\u0442 \U0001f600\u200d")
+PLAIN_DTYPES = ("F32", "BF16", "F16")
 VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "architectures")
 
 
@@ -29,9 +34,9 @@ class Target:
     text: dict
     raw_text: dict  # as the file states it: hashed, so that the hash does not change with the library
     model_class: str
-    weights: dict  # tensor name -> file
-    embedding_name: str
-    lm_head_name: str
+    weights: dict  # tensor name -> file; {} of a target whose config alone was read
+    embedding_name: str | None
+    lm_head_name: str | None
     vocab_size: int  # rows of the lm_head, padding rows included
     hidden_size: int
     num_layers: int
@@ -84,13 +89,14 @@ class Target:
         }
 
 
-def open_target(name, revision=None, trust_remote_code=False):
-    """Read the target's config and the headers of its safetensors.
+def open_target(name, revision=None, trust_remote_code=False, config_only=False):
+    """Read the target's config and the headers of its safetensors; of the latter nothing with config_only,
+    for a plan, whose vocab_size is then what the config states.
 
     `name` is a folder or a hub id. Raises UserError when it is neither, has no safetensors, no embedding, or
     no lm_head while its embedding is not tied.
     """
-    folder = fetch(name, revision)
+    folder = fetch(name, revision, config_only)
     raw = read_json(folder / "config.json")
     config = load_config(folder, trust_remote_code)
     text_config = config.get_text_config(decoder=True)
@@ -101,6 +107,21 @@ def open_target(name, revision=None, trust_remote_code=False):
         if not isinstance(text.get(key), int):
             raise UserError(f"{folder}: its config states no {key}; it is no decoder-only model that can be "
                             "used here")
+    heads, kv_heads = text["num_attention_heads"], text.get("num_key_value_heads")
+    if kv_heads and heads % kv_heads:
+        raise UserError(f"{folder}: its config has {kv_heads} key-value heads for {heads} heads, a divisor "
+                        "of these is wanted; get the config that belongs to the weights")
+    architectures = raw.get("architectures") or [""]
+    facts = dict(
+        folder=folder, name=str(name), text=text, raw_text=_raw_text(raw), model_class=architectures[0],
+        num_layers=text["num_hidden_layers"], logit_softcap=text.get("final_logit_softcapping"),
+        logit_scale=_logit_scale(text),
+    )
+    if config_only:
+        if not isinstance(text.get("vocab_size"), int):
+            raise UserError(f"{folder}: its config states no vocab_size; give a folder with the weights")
+        return Target(**facts, weights={}, embedding_name=None, lm_head_name=None,
+                      vocab_size=text["vocab_size"], hidden_size=text["hidden_size"])
     weights = _weight_files(folder)
     embedding_name = _find(weights, EMBEDDING_NAMES)
     if embedding_name is None:
@@ -112,22 +133,25 @@ def open_target(name, revision=None, trust_remote_code=False):
                         f"(tie_word_embeddings is false); get the complete weights")
     if tied:
         lm_head_name = embedding_name
-    with safe_open(weights[lm_head_name], framework="pt") as file:
-        shape = file.get_slice(lm_head_name).get_shape()
-    if len(shape) != 2:
-        raise UserError(f"{folder}: its lm_head {lm_head_name} is of shape {shape}, [V, H] is wanted")
+    for part in (embedding_name, lm_head_name):
+        shape, dtype = stored_as(weights[part], part)
+        if len(shape) != 2 or dtype not in PLAIN_DTYPES:
+            raise UserError(f"{folder}: its {part} is {dtype} of shape {shape}, {', '.join(PLAIN_DTYPES)} of "
+                            "[V, H] is wanted; take a checkpoint that leaves it unquantised")
     vocab_size, hidden_size = shape
-    architectures = raw.get("architectures") or [""]
-    return Target(
-        folder=folder, name=str(name), text=text, raw_text=_raw_text(raw), model_class=architectures[0],
-        weights=weights, embedding_name=embedding_name, lm_head_name=lm_head_name, vocab_size=vocab_size,
-        hidden_size=hidden_size, num_layers=text["num_hidden_layers"],
-        logit_softcap=text.get("final_logit_softcapping"), logit_scale=_logit_scale(text),
-    )
+    return Target(**facts, weights=weights, embedding_name=embedding_name, lm_head_name=lm_head_name,
+                  vocab_size=vocab_size, hidden_size=hidden_size)
 
 
-def fetch(name, revision=None):
-    """A local folder for `name`: itself, or the hub's snapshot of it."""
+def stored_as(file, name):
+    """(shape, dtype as safetensors spells it) of one tensor."""
+    with safe_open(file, framework="pt") as handle:
+        part = handle.get_slice(name)
+        return part.get_shape(), part.get_dtype()
+
+
+def fetch(name, revision=None, config_only=False):
+    """A local folder for `name`: itself, or the hub's snapshot of it, with config_only without weights."""
     folder = Path(name)
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -138,41 +162,89 @@ def fetch(name, revision=None):
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=HUB_FILES))
+        files = [kind for kind in HUB_FILES if not config_only or kind != "*.safetensors"]
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=files))
     except Exception as error:  # the hub library raises many kinds; each means that it could not be had
         words = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         raise UserError(f"{name} is no folder here and could not be had from the hub ({words})") from None
 
 
 def load_config(folder, trust_remote_code=False):
-    from transformers import AutoConfig
+    """The target's config by transformers' own class; by code that comes with the model only where
+    transformers has none and `trust_remote_code` allows it."""
+    from transformers import CONFIG_MAPPING, AutoConfig
 
+    raw = read_json(folder / "config.json")
+    kind = raw.get("model_type")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if kind in SAME_AS:
+            own = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
+            return CONFIG_MAPPING[SAME_AS[kind]].from_dict(own)
+        own_code = trust_remote_code and kind not in CONFIG_MAPPING
+        return AutoConfig.from_pretrained(folder, trust_remote_code=own_code)
     except (ValueError, OSError, KeyError, ImportError) as error:
         hint = "" if trust_remote_code else "; --trust-remote-code allows code that comes with the model"
         raise UserError(f"{folder}: transformers cannot read its config "
                         f"({str(error).splitlines()[0][:300]}){hint}") from None
 
 
-def load_tokenizer(folder, trust_remote_code=False):
-    """The target's tokenizer. Raises UserError when the folder has none."""
+def native_class(config, name):
+    """transformers' own model class for a config, None where it has none.
+
+    name: as the checkpoint states it in `architectures`. The hub spells some otherwise than transformers,
+    which then goes by the type of the config.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    named = getattr(transformers, name, None)
+    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+        return named
+    for models in (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in models:
+            return models[type(config)]
+    return None
+
+
+def load_tokenizer(target, trust_remote_code=False):
+    """The Target's tokenizer.
+
+    Raises UserError when the folder has none, when it names code of its own that is not allowed (what
+    transformers takes in its place may give other ids), and when its vocabulary is longer than the lm_head.
+    """
     from transformers import AutoTokenizer
 
-    if not any((Path(folder) / name).exists() for name in (*TOKENIZER_FILES, "tokenizer_config.json")):
+    folder, settings = target.folder, target.folder / "tokenizer_config.json"
+    if not settings.exists() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise UserError(f"{folder} holds no tokenizer (tokenizer.json or tokenizer.model); put the target's "
                         "tokenizer files there")
+    code = (read_json(settings).get("auto_map") or {}) if settings.exists() else {}
+    if "AutoTokenizer" in code and not trust_remote_code:
+        raise UserError(f"{folder}: its tokenizer is code of its own, without which some texts get other ids "
+                        "than the engines serve; look at it and give --trust-remote-code")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise UserError(f"{folder}: its tokenizer cannot be loaded "
                         f"({str(error).splitlines()[0][:300]})") from None
+    added = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+    longest = max((token for token in tokenizer.get_vocab().values() if token not in added), default=0)
+    if longest >= target.vocab_size:
+        raise UserError(f"{folder}: its tokenizer has ids up to {longest} and its lm_head "
+                        f"{target.vocab_size} rows; use the tokenizer of these weights")
+    return tokenizer
 
 
 def tokenizer_sha256(folder):
     """Hash of the tokenizer's own files, whichever of them there are."""
     files = [Path(folder) / name for name in TOKENIZER_FILES if (Path(folder) / name).exists()]
     return sha256_json({file.name: sha256_file(file) for file in files})
+
+
+def probe_sha256(tokenizer):
+    """Hash of the ids of a text with all that tokenizers treat differently: the same files give others where
+    other code reads them."""
+    return sha256_json(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
 
 
 def chat_template_sha256(tokenizer):
@@ -282,24 +354,36 @@ def _logit_scale(text):
 
 
 def _weight_files(folder):
+    """{tensor name: file}. Raises UserError for a file that is missing or cut, or lacks what the index
+    says."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists() and not single.exists():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-            raise UserError(f"{index} has no weight_map of tensor names to files; get the complete weights")
-        missing = sorted({file for file in names.values() if not (folder / file).exists()})
-        if missing:
-            raise UserError(f"{folder}: its index names {missing[0]}, which is not there; get the complete "
-                            "weights")
-        return {name: folder / file for name, file in names.items()}
-    if not single.exists():
-        raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json; other "
-                        "formats are not read")
+    if single.exists() or not index.exists():
+        if not single.exists():
+            raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json; other "
+                            "formats are not read")
+        return dict.fromkeys(_names(single), single)
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise UserError(f"{index} has no weight_map of tensor names to files; get the complete weights")
+    held = {}
+    for file in sorted(set(named.values())):
+        if not (folder / file).is_file():
+            raise UserError(f"{folder}: its index names {file}, which is not there; get the complete weights")
+        held[file] = _names(folder / file)
+    lacking = [name for name, file in named.items() if name not in held[file]]
+    if lacking:
+        raise UserError(f"{folder / named[lacking[0]]} lacks {lacking[0]}, which its index names "
+                        f"({len(lacking)} such tensors); get the complete weights")
+    return {name: folder / file for name, file in named.items()}
+
+
+def _names(file):
+    """Names of a safetensors' tensors, after its header was compared with its size."""
     try:
-        with safe_open(single, framework="pt") as handle:
-            return {name: single for name in handle.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors raises its own kinds for a broken header
-        raise UserError(f"{single} cannot be read as safetensors ({str(error)[:200]}); get the complete "
+        with safe_open(file, framework="pt") as handle:
+            return set(handle.keys())
+    except Exception as error:  # safetensors raises its own kinds for a broken header or a cut file
+        raise UserError(f"{file} cannot be read as safetensors ({str(error)[:200]}); get the complete "
                         "weights") from None
 
 
@@ -312,13 +396,17 @@ def _find(weights, endings):
     return None
 
 
+def generation_config(target):
+    """What the target's generation_config.json states, {} where it has none."""
+    file = target.folder / "generation_config.json"
+    return read_json(file) if file.exists() else {}
+
+
 def end_ids(target, tokenizer):
     """Every end-of-sequence id, ascending, also those beyond the lm_head: of the generation config, the
     config and the tokenizer."""
-    file = target.folder / "generation_config.json"
-    generation = read_json(file) if file.exists() else {}
     found = set()
-    for stated in (tokenizer, generation, target.text, target.raw_text):
+    for stated in (tokenizer, generation_config(target), target.text, target.raw_text):
         value = stated.eos_token_id if stated is tokenizer else stated.get("eos_token_id")
         tokens = value if isinstance(value, list) else [value]
         found.update(token for token in tokens if type(token) is int and token >= 0)

@@ -1,16 +1,54 @@
 """The target in transformers: captured states and logits of a forward pass, with or without a KV cache."""
 
 import inspect
+import re
 import weakref
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from common.cli import UserError
-from common.target import choices, process_logits
+from common.target import choices, load_config, native_class, process_logits
+
+# Names in a config of what is no plain attention: recurrent states, where no layer_types tell; a sparse
+# indexer, which has keys of its own beside those of any layer; several residual streams.
+RECURRENT = re.compile(r"mamba|ssm|rwkv|recurrent|lightning|linear_attn|linear_num|lru_|attn_type_list|"
+                       r"hybrid_override|state_size|conv_L_cache")
+INDEXER = re.compile(r"^index(er)?_")
+STREAMS = re.compile(r"^altup_num_inputs$|^hc_(mult|count)$|hyper_connection|residual_stream")
+
+
+def odd_layers(text):
+    """Words for what the layers of a text config keep beside the keys and values of tokens, "" for nothing.
+
+    A SlotCache holds those alone: it goes back behind rejected drafts, which a state of all that was read
+    cannot.
+    """
+    kinds = set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"layers of {', '.join(sorted(kinds))}"
+    names = [INDEXER] if text.get("layer_types") else [INDEXER, RECURRENT]
+    found = [key for key, value in text.items() if value and any(name.search(key) for name in names)]
+    return f"layers with {', '.join(sorted(found)[:3])}" if found else ""
+
+
+def cannot_draft(target, odd):
+    """The UserError of a target with such layers that is to verify drafts."""
+    return UserError(f"{target.name} has {odd}, whose cache cannot go back behind rejected drafts in "
+                     f"transformers; measure it on a server, with --backend sglang --server-url URL")
+
+
+def check_capture(target):
+    """Refuse, from its config, a target whose layers hand on several residual streams, not one state of H."""
+    for key, value in target.text.items():
+        if STREAMS.search(key) and isinstance(value, int) and value > 1:
+            raise UserError(f"{target.name} has several residual streams ({key} {value}), so that no layer's "
+                            f"state can be captured in transformers; use --backend sglang --server-url URL "
+                            f"where SGLang captures it, or another target")
 
 
 class SlotLayer(DynamicLayer):
@@ -124,6 +162,8 @@ class TargetModel:
         self.target, self.layers = target, layers
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = _load(target, dtype, trust_remote_code).to(self.device).eval()
+        # transformers' own generate is to decode as we do: without what the model's config would add
+        self.model.generation_config = transformers.GenerationConfig()
         self.model.requires_grad_(False)
         self.lm_head = self.model.get_output_embeddings()
         self.dtype = self.lm_head.weight.dtype
@@ -159,6 +199,35 @@ class TargetModel:
         aux = torch.cat([self.captured[layer] for layer in layers], dim=-1) if layers else None
         return aux, output.last_hidden_state
 
+    @cached_property
+    def odd(self):
+        """Words for what the model's cache keeps beside keys and values of tokens, "" for nothing: as its
+        config says, or the cache that it makes for itself."""
+        said = odd_layers(self.target.text)
+        if said:
+            return said
+        with torch.inference_mode():
+            made, _ = self.go_on(torch.zeros(1, 1, dtype=torch.int64, device=self.device), 1)
+        parts = made.layers if type(made) is DynamicCache else [made]
+        # a dummy reads another layer's keys and values
+        plain = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+        others = sorted({type(part).__name__ for part in parts} - plain)
+        return f"a cache of {', '.join(others)}" if others else ""
+
+    @torch.inference_mode()
+    def go_on(self, input_ids, end, cache=None):
+        """(the model's own cache, last [B, H] of the last tokens) of int [B, T] more tokens, with which each
+        sequence has `end`. cache: the one before, None for the first tokens."""
+        # not every model asks its cache for the positions
+        positions = torch.arange(end - input_ids.shape[1], end, device=input_ids.device).expand_as(input_ids)
+        output = self.decoder(input_ids=input_ids, position_ids=positions, use_cache=True,
+                              **{self.cache_argument: cache})
+        cache = getattr(output, self.cache_argument, None)
+        if cache is None:
+            raise UserError(f"{type(self.model).__name__} hands out no cache, so that nothing can be decoded "
+                            f"in transformers; use --backend sglang")
+        return cache, output.last_hidden_state[:, -1]
+
     @torch.inference_mode()
     def judge_states(self, cache, tokens, layers=None, ancestors=None):
         """`states` of N more tokens behind each sequence of a SlotCache: int64 [B, N].
@@ -184,11 +253,6 @@ class TargetModel:
         """
         kinds = set(self.target.text.get("layer_types") or ())
         window = self.target.text.get("sliding_window")
-        known = {"full_attention", "sliding_attention"} if window else {"full_attention"}
-        if not kinds <= known:
-            raise UserError(f"{self.target.name} has layers of {', '.join(sorted(kinds - known))}, for which "
-                            f"neither trees nor several prompts at a time can be verified here; give "
-                            f"--topk 1 --concurrency 1")
 
         def mask(kept):
             scores = torch.zeros(kept.shape, dtype=self.dtype, device=kept.device)
@@ -217,6 +281,11 @@ class TargetModel:
         input_ids = torch.arange(min(64, self.target.vocab_size), device=self.device)[None]
         own = self.model(input_ids=input_ids, use_cache=False).logits[0].float()  # [T, V]
         _, last = self.states(input_ids)
+        for layer, state in self.captured.items():
+            if state.shape != last.shape:
+                raise UserError(f"{type(self.model).__name__}: the state before layer {layer} is of shape "
+                                f"{list(state.shape)}, {list(last.shape)} is wanted; a model with several "
+                                f"residual streams is not supported")
         gap = (own - self.logits(last)[0]).abs().max().item() / max(own.abs().max().item(), 1e-9)
         if not gap <= 0.02:  # NaN is no small gap
             raise UserError(f"{type(self.model).__name__}: its logits are not lm_head(last state) with the "
@@ -226,15 +295,17 @@ class TargetModel:
 
 def _load(target, dtype, trust_remote_code):
     transformers.utils.logging.disable_progress_bar()  # of loading weights: seconds, and noise in every log
-    config = transformers.AutoConfig.from_pretrained(target.folder, trust_remote_code=trust_remote_code)
-    model_class = getattr(transformers, target.model_class, None)
-    known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    if trust_remote_code or not known:
-        model_class = transformers.AutoModelForCausalLM
+    config = load_config(target.folder, trust_remote_code)
+    native = native_class(config, target.model_class)
+    if native is None and not trust_remote_code:
+        raise UserError(f"{target.folder}: transformers {transformers.__version__} has no model for its type "
+                        f"{config.model_type}; look at the code that comes with it and give "
+                        "--trust-remote-code, or use --backend sglang")
+    given = {} if native else {"trust_remote_code": True}
     try:
-        model, report = model_class.from_pretrained(
+        model, report = (native or transformers.AutoModelForCausalLM).from_pretrained(
             target.folder, config=config, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            output_loading_info=True, trust_remote_code=trust_remote_code)
+            output_loading_info=True, **given)
     except (ValueError, OSError, ImportError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:300]
         raise UserError(f"{target.folder}: transformers cannot load it ({reason})") from None

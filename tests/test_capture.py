@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from common import capture_hook
 from common import sglang as capture
-from common.sglang import HOOK, SGLang, server_command, wait_for_server
+from common.sglang import HOOK, NEUTRAL, SGLang, server_command, wait_for_server
 from common.shards import Shards
 from common.target import open_target
 from common.target_model import TargetModel
@@ -165,7 +165,7 @@ def test_states_and_answers_of_a_server(model, tmp_path):
         assert [body["sampling_params"]["sampling_seed"] for body in asked] == [11, 12, 13, 14]
         assert asked[1]["sampling_params"] == {"temperature": 0.7, "top_p": 1.0, "top_k": 4,
                                                "max_new_tokens": 9, "stop_token_ids": [2],
-                                               "sampling_seed": 12}
+                                               "sampling_seed": 12, **NEUTRAL}
         assert sglang.answer([], [], GREEDY, []) == [] and sglang.states([]) == []
 
 

@@ -1,12 +1,14 @@
 """Rows to conversations to token ids with a loss mask: which rows count, and which tokens are supervised."""
 
+import copy
 import json
 
 import pytest
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 from common.cli import UserError
-from common.conversations import Skip, held_out, parse_row, read_rows
+from common.conversations import Skip, held_out, parse_row, read_rows, text_ids
 from common.rendering import Renderer, chat_ids
 from tests import tiny
 
@@ -130,6 +132,84 @@ def test_tool_calls_are_shown_dropped_or_in_the_way(tokenizer):
     assert supervised(tokenizer, chat, strict + shown)[0] == runs
 
 
+# `arguments` added as text, and a call beside content that is not null is left out, as DeepSeek-V3's; null
+# refused; as Qwen's; Python's way of printing an object
+CALL_TEMPLATES = {
+    "text and null": "{% if m.content is none %}<call>"
+                     "{{ c.function.name + ' ' + c.function.arguments }}</call>{% endif %}",
+    "text": "{{ m.content + '<call>' + c.function.name + ' ' + c.function.arguments }}</call>",
+    "object": "{{ m.content + '' }}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>",
+    "either": "<call>{{ c.function.name }} {{ c.function.arguments if c.function.arguments is string "
+              "else c.function.arguments | tojson }}</call>",
+    "printed": "<call>{{ c.function.name }} {{ c.function.arguments }}</call>",
+}
+
+
+@pytest.mark.parametrize("arguments", [{"n": 3}, "{\"n\": 3}"], ids=["from object", "from text"])
+@pytest.mark.parametrize("kind", CALL_TEMPLATES)
+def test_a_call_takes_the_form_in_which_the_template_shows_it(tokenizer, kind, arguments):
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}"
+                + CALL_TEMPLATES[kind] + "{% else %}{{ m.content }}{% endfor %}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    call = {"function": {"name": "eggs", "arguments": arguments}}
+    chat = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "4"}, CHAT[2]]
+    runs, (_, _, dropped) = supervised(tokenizer, chat, template)
+    assert runs == ["<call>eggs {\"n\": 3}</call><|im_end|>", "She has 2.<|im_end|>"] and not dropped
+
+
+def test_text_beside_a_call_that_the_template_drops_is_counted(tokenizer):
+    content = "{{ message['content'] }}"
+    either = CHATML.replace(content, "{% for c in message['tool_calls'] or [] %}<call>{{ c.function.name }} "
+                                     "{{ c.function.arguments | tojson }}</call>{% else %}" + content
+                                     + "{% endfor %}")
+    call = {"function": {"name": "eggs", "arguments": {"n": 3}}}
+    chat = [CHAT[1], {**CHAT[2], "tool_calls": [call]}]
+    runs, (_, _, dropped) = supervised(tokenizer, chat, either)
+    assert runs == ["<call>eggs {\"n\": 3}</call><|im_end|>"] and dropped == {"text beside tool calls": 1}
+    chat[1]["content"] = "<think>\nThree.\n</think>\n\n"
+    assert supervised(tokenizer, chat, either)[1][2] == {"reasoning_content": 1}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_reaches_the_template_under_the_name_that_it_reads(tokenizer, key, read):
+    chat = [CHAT[1], {**CHAT[2], key: "Ann buys 3."}]
+    runs, (_, _, dropped) = supervised(tokenizer, chat, THINKING.replace("reasoning_content", read))
+    assert runs == ["<think>\nAnn buys 3.\n</think>\n\nShe has 2.<|im_end|>"] and not dropped
+
+
+# the header of the next answer opens the thinking, as Qwen3-Thinking-2507's
+OPENED = THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize("template", [THINKING, OPENED], ids=["closed", "opened"])
+def test_a_thinking_block_that_the_row_has_not_is_not_supervised(tokenizer, template):
+    runs, _ = supervised(tokenizer, CHAT, template)
+    assert runs == ["She has 2.<|im_end|>", "The lazy dog, 1.<|im_end|>"]
+    tagged = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+              "{% generation %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}<|im_end|>"
+              "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+              "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    assert supervised(tokenizer, CHAT, tagged)[0] == runs
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED, TAGGED_WIDE], ids=["chatml", "tagged", "tagged_wide"])
+def test_the_end_of_an_empty_answer_is_not_supervised(tokenizer, template):
+    chat = [*CHAT[:2], {"role": "assistant", "content": ""}, *CHAT[3:]]
+    assert supervised(tokenizer, chat, template)[0] == ["The lazy dog, 1.<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED, TAGGED_WIDE, THINKING],
+                         ids=["chatml", "tagged", "tagged_wide", "thinking"])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": False}, {"loss": 0.0}],
+                         ids=["weight", "train", "loss", "number"])
+def test_an_answer_of_no_weight_is_told_and_not_learnt(tokenizer, template, mark):
+    chat = [*CHAT[:2], {**CHAT[2], **mark}, CHAT[3], {**CHAT[4], "weight": 1, "train": None}]
+    runs, (ids, _, _) = supervised(tokenizer, chat, template)
+    assert runs == ["The lazy dog, 1.<|im_end|>"] and "She has 2." in tokenizer.decode(ids)
+
+
 def test_slow_tokenizers_have_no_offsets_and_give_the_same_text():
     slow = transformers.ByT5Tokenizer()
     assert not slow.is_fast
@@ -189,6 +269,13 @@ BAD_ROWS = [
     ({"text": 3}, "malformed"),
     ({"text": "half \ud83d"}, "malformed"),
     ({"messages": [CHAT[1], {**CHAT[2], "tool_calls": 3}]}, "malformed"),
+    ({"messages": [CHAT[1], {**CHAT[2], "reasoning": "One.", "thinking": "Two."}]}, "malformed"),
+    ({"messages": [CHAT[1], {**CHAT[2], "reasoning": ["One."]}]}, "malformed"),
+    ({"messages": [CHAT[1], {**CHAT[2], "weight": 0.5}]}, "malformed"),
+    ({"messages": [CHAT[1], {**CHAT[2], "tool_calls": [{"function": {"name": "f", "arguments": "[3]"}}]}]},
+     "malformed"),
+    ({"messages": CHAT[1:3], "tools": "eggs"}, "malformed"),
+    ({"messages": CHAT[1:3], "functions": ["eggs"]}, "malformed"),
     ({"input_ids": [1, "2"]}, "malformed"),
     ({"input_ids": [1, 2], "loss_mask": [1]}, "malformed"),
 ]
@@ -222,6 +309,37 @@ def test_which_answers_are_written_anew():
 def test_system_prompt_only_where_there_is_none():
     assert parse_row({"messages": CHAT}, "Other")["messages"][0]["content"] == "Be brief."
     assert parse_row({"messages": CHAT[1:]}, "Other")["messages"][0] == {"role": "system", "content": "Other"}
+
+
+TOOL = {"type": "function", "function": {"name": "eggs", "parameters": {
+    "properties": {"n": {"type": "integer"}}}}}
+
+
+@pytest.mark.parametrize("key", ["tools", "tool_defs", "functions"])
+@pytest.mark.parametrize("form", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)], [TOOL["function"]],
+                                  [{**TOOL, "function": {**TOOL["function"], "strict": None, "parameters": {
+                                      "properties": {"n": {"type": "integer", "enum": None}, "m": None}}}}]],
+                         ids=["objects", "text", "texts", "bare", "nulls"])
+def test_tools_are_as_a_chat_endpoint_takes_them(key, form):
+    assert parse_row({"messages": CHAT[1:3], key: form})["tools"] == [TOOL]
+
+
+def test_calls_are_as_a_chat_endpoint_takes_them():
+    call = {"id": None, "function": {"name": "eggs", "arguments": {"n": 3, "m": None}}}
+    kept = {"type": "function", "function": {"name": "eggs", "arguments": {"n": 3}}}
+    for message in ({"tool_calls": [call]}, {"function_call": call["function"]}):
+        row = {"messages": [CHAT[1], {"role": "assistant", "content": None, **message}]}
+        assert parse_row(row)["messages"][1]["tool_calls"] == [kept]
+
+
+def test_a_text_that_begins_with_bos_gets_no_second(tokenizer):
+    adding = transformers.PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer),
+                                                  bos_token="<|im_start|>", eos_token="<|im_end|>")
+    bos = adding.bos_token_id
+    adding.backend_tokenizer.post_processor = TemplateProcessing("<|im_start|> $A", None,
+                                                                 [("<|im_start|>", bos)])
+    assert text_ids(adding, "Hi") == text_ids(adding, "<|im_start|>Hi") == adding("Hi")["input_ids"]
+    assert text_ids(adding, "Hi")[0] == bos and bos not in text_ids(adding, "Hi")[1:]
 
 
 def test_lines_end_at_newline_only_and_blank_ones_count(tmp_path):

@@ -2,15 +2,22 @@
 decoding.
 """
 
+import json
+import re
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import eval_speculative as sampling_check
 from common import decode as engine
 from common.accept import figures
 from common.cli import UserError
 from common.decode import (
+    NEUTRAL,
+    NEUTRAL_DRAWN,
     Answer,
     Draft,
     Group,
@@ -18,6 +25,7 @@ from common.decode import (
     cut,
     decode,
     distribution,
+    not_applied,
     pick,
     sampling_settings,
     transformers_generate,
@@ -341,6 +349,49 @@ def test_next_to_no_temperature_or_share_draws_the_likeliest(temperature, top_p)
 def test_settings_that_cannot_be_drawn_with_are_refused(model, values):
     with pytest.raises(UserError, match="temperature of 0"):
         sampling_settings(model.target, *values)
+
+
+@pytest.mark.parametrize("config, temperature, told", [
+    ({"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.0, "min_length": 0}, 1, ""),
+    ({"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}, 0,
+     "repetition_penalty 1.1, no_repeat_ngram_size 3"),
+    ({"min_p": 0.05, "typical_p": 0.9, "top_k": None}, 0, ""),
+    ({"min_p": 0.05, "typical_p": 0.9, "top_h": None}, 1, "min_p 0.05, typical_p 0.9"),
+    ({"suppress_tokens": [3, 4], "bad_words_ids": [], "forced_eos_token_id": 2}, 0,
+     "suppress_tokens [3, 4], forced_eos_token_id 2")])
+def test_what_a_generation_config_asks_for_is_named_where_it_is_not_applied(tmp_path, config, temperature,
+                                                                            told):
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    found = not_applied(SimpleNamespace(folder=tmp_path, name="T"), {"temperature": temperature})
+    assert ("; ".join(found).partition(" asks for ")[2].partition(", which is")[0]) == told
+
+
+def test_every_key_of_a_generation_config_is_known():
+    """A key that transformers adds is to be looked at: does it change answers?"""
+    applied = {"do_sample", "temperature", "top_k", "top_p", "eos_token_id"}
+    harmless = {"max_length", "max_new_tokens", "max_time", "num_return_sequences", "pad_token_id",
+                "bos_token_id", "decoder_start_token_id", "transformers_version", "return_dict_in_generate",
+                "remove_invalid_values", "renormalize_logits", "low_memory", "prefill_chunk_size", "use_mtp"}
+    of_beams = {"early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups"}
+    kinds = re.compile("^_|^output_|cache|compil|assist|lookbehind|speculation|matching_ngram|prompt_lookup"
+                       "|continuous_batching")
+    keys = {key for key in transformers.GenerationConfig().to_dict() if not kinds.search(key)}
+    assert keys <= applied | harmless | of_beams | NEUTRAL.keys() | NEUTRAL_DRAWN.keys()
+
+
+def test_transformers_decodes_plainly_whatever_the_generation_config_asks_for(tmp_path):
+    """With each rule its answer would be another one; ours is the one without, and so is theirs here."""
+    asked = prompts(2)
+    folder = tiny.make_target(tmp_path / "target")
+    favourite = decode(TargetModel(open_target(folder), LAYERS, "float32", device="cpu"), asked[:1], 1,
+                       set()).answers[0].ids
+    (folder / "generation_config.json").write_text(json.dumps({
+        "repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "suppress_tokens": favourite, "min_length": 99,
+        "forced_eos_token_id": 5, "num_beams": 3, "do_sample": True, "min_p": 0.5, "eos_token_id": [2]}))
+    model = TargetModel(open_target(folder), LAYERS, "float32", device="cpu")
+    plain = ids(decode(model, asked, 20, {2}))
+    assert plain[0][0] == favourite[0]
+    assert [ids(transformers_generate(model, prompt, 20, {2}))[0] for prompt in asked] == plain
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,23 @@
 """The exported folder: what engines read from it, and what is refused when it is loaded."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from common.cli import UserError
-from common.drafter import Drafter, check_embedding, drafter_config, layer_ids, load_drafter, save_drafter
+from common.drafter import (
+    Drafter,
+    check_embedding,
+    draft_layer,
+    drafter_config,
+    layer_ids,
+    load_drafter,
+    save_drafter,
+)
 from common.target import open_target
 from common.ttt import make_batch, ttt_hidden
 from tests import reference, tiny
@@ -208,7 +218,7 @@ def test_a_layer_that_sglang_cannot_name_is_refused():
 @pytest.mark.parametrize(("change", "words"), [
     (lambda t: t.pop("fc.weight"), r"fc.weight is missing"),
     (lambda t: t.update({"model.extra.weight": torch.zeros(1)}),
-     r"model.extra.weight is \(1,\), no such tensor is wanted"),
+     r"extra.weight is \(1,\), no such tensor is wanted"),
     (lambda t: t.pop("d2t"), "no d2t and t2d"),
     (lambda t: t.update(d2t=torch.arange(10, 60)), "absolute target ids"),
     (lambda t: t["d2t"].__setitem__(3, 30), "not the same ascending ids"),
@@ -251,3 +261,107 @@ def test_heads_need_not_divide_the_hidden_size(tmp_path):
     drafter, _ = load_drafter(tiny.make_drafter(tmp_path / "drafter", target, num_attention_heads=6))
     assert target.hidden_size % 6
     assert drafter.midlayer["self_attn"]["q_proj"].weight.shape == (6 * 16, 2 * target.hidden_size)
+
+
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+SHAPES = {  # (text config, heads, key-value heads, head_dim, MLP)
+    "Kimi-K2": ({**LATENT, "hidden_size": 7168, "num_attention_heads": 64, "num_key_value_heads": 64,
+                 "v_head_dim": 128, "intermediate_size": 18432, "n_routed_experts": 384}, 64, 8, 128, 18432),
+    "DeepSeek-V3": ({**LATENT, "hidden_size": 7168, "num_attention_heads": 128, "head_dim": 64,
+                     "v_head_dim": 128, "intermediate_size": 18432, "n_routed_experts": 256},
+                    56, 8, 128, 18432),
+    "GLM-4.7-Flash": ({**LATENT, "hidden_size": 2048, "num_attention_heads": 20, "v_head_dim": 256,
+                       "intermediate_size": 10240, "n_routed_experts": 64}, 8, 8, 256, 10240),
+    "gpt-oss": ({"hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+                 "intermediate_size": 2880, "num_local_experts": 128}, 64, 8, 64, 8640),
+    "Llama-4": ({"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+                 "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16},
+                40, 8, 128, 16384),
+    "Mixtral": ({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+                 "intermediate_size": 14336, "num_local_experts": 8}, 32, 8, 128, 14336),
+    "one width a layer": ({"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": [96, 128]},
+                          4, 4, 16, 96),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_shape_of_the_draft_layer(name):
+    text, *wanted = SHAPES[name]
+    layer, reasons = draft_layer(text)
+    keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    assert [layer[key] for key in keys] == wanted
+    assert any("latent" in reason for reason in reasons) == ("kv_lora_rank" in text)
+    assert any("experts" in reason for reason in reasons) == (name == "gpt-oss")
+    given = dict(zip(keys, (8, 2, 32, 96), strict=True))
+    assert draft_layer(text, **given)[0].items() >= given.items()
+    with pytest.raises(UserError, match="3 key-value heads for 8 heads; give --kv-heads a divisor"):
+        draft_layer(text, **{**given, "num_key_value_heads": 3})
+
+
+def test_any_spelling_of_the_norms_epsilon_is_read(tmp_path):
+    target = open_target(tiny.make_target(tmp_path / "target"))
+    for key, value in (("layer_norm_eps", 1e-4), ("norm_epsilon", 1e-3)):
+        text = {**target.text, "rms_norm_eps": None, key: value}
+        assert drafter_config(replace(target, text=text), 328, [2, 4, 5])["rms_norm_eps"] == value
+
+
+def in_layout(folder, out, name):
+    """`folder`, a drafter of ours with a reduced vocabulary, as others publish theirs."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    out.mkdir()
+    if name == "layers.0":
+        config["architectures"] = ["Eagle3LlamaForCausalLM"]
+        tensors = {f"model.{key.replace('midlayer', 'layers.0')}" if "." in key and "lm_head" not in key
+                   else key: tensor for key, tensor in tensors.items()}
+    if name == "speculators":
+        own = ("draft_vocab_size", "target_hidden_size")
+        config = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3",
+                  "norm_before_residual": False, **{key: config.pop(key) for key in own},
+                  "transformer_layer_config": config}
+        tensors = {key.replace("midlayer", "layers.0"): tensor for key, tensor in tensors.items()}
+        tensors["embed_tokens.weight"] = torch.randn(328, 64)
+    if name == "no t2d":
+        del tensors["t2d"]
+    if name == "no lm_head":
+        del tensors["lm_head.weight"]
+    (out / "config.json").write_text(json.dumps(config))
+    if name == "pickled":
+        torch.save(tensors, out / "pytorch_model.bin")
+    else:
+        save_file(tensors, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize("name, told", [
+    ("layers.0", "15 tensors"), ("speculators", "16 tensors, embed_tokens.weight left out, the target's"),
+    ("no t2d", "14 tensors, t2d made from d2t"), ("no lm_head", "14 tensors, lm_head.weight the target's"),
+    ("pickled", "15 tensors")])
+def test_layouts_in_which_others_publish_drafters(tmp_path, name, told):
+    target = open_target(tiny.make_target(tmp_path / "target"))
+    ours = tiny.make_drafter(tmp_path / "ours", target, 100)
+    theirs = in_layout(ours, tmp_path / "theirs", name)
+    wanted, rows = load_drafter(ours)
+    found, same = load_drafter(theirs, target=target)
+    assert torch.equal(rows, same) and found.used.startswith(told)
+    for key, tensor in wanted.state_dict().items():
+        if name == "no lm_head" and key == "lm_head.weight":
+            tensor = target.lm_head()[rows].float()
+        assert torch.equal(found.state_dict()[key], tensor), key
+    if name == "no lm_head":
+        with pytest.raises(UserError, match="lm_head.weight is missing"):
+            load_drafter(theirs)
+
+
+def test_a_pickled_drafter_runs_no_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    target = open_target(tiny.make_target(tmp_path / "target"))
+    folder = tiny.make_drafter(tmp_path / "drafter", target)
+    (folder / "model.safetensors").unlink()
+    torch.save({"fc.weight": Evil()}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin cannot be read"):
+        load_drafter(folder)
+    assert not (tmp_path / "ran").exists()

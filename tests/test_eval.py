@@ -1,6 +1,7 @@
 """eval_speculative.py as its users run it: what it measures, what it says, and what it refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,21 @@ def test_one_run_of_two_drafters_with_other_layers_and_categories(folder, tmp_pa
     assert by_prompt[1, 1, None]["prompt_ids"] == tokenizer(second, add_special_tokens=False)["input_ids"]
 
 
+def test_what_a_generation_config_asks_for_is_one_warning_of_both_summaries(folder, tmp_path, monkeypatch):
+    other = shutil.copytree(folder, tmp_path / "target")
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "repetition_penalty": 1.5}))
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", tiny.conversations(2))
+    words = "asks for repetition_penalty 1.5, which is not applied"
+    drafter = make_drafter(tmp_path / "drafter", open_target(other))
+    summary, code = run_main(monkeypatch, "--target", other, "--prompts", rows, "--max-new-tokens", 6,
+                             "--dtype", "float32", "--drafter", drafter)
+    assert code == 0 and len(summary["warnings"]) == 1 and words in summary["warnings"][0]
+    for regenerate in (("--regenerate", "--max-new-tokens", 4), ()):
+        out = tmp_path / f"shards-{bool(regenerate)}"
+        found = call("extract_hidden_states", "--target", other, "--data", rows, "--out", out, *regenerate)
+        assert [words in warning for warning in found["warnings"]] == [True] * bool(regenerate)
+
+
 def test_each_drafter_gets_its_own_layers(folder, tmp_path, monkeypatch):
     """Captured together, two drafters propose what each proposes alone; several prompts at once, what they
     propose one by one."""
@@ -162,8 +178,8 @@ def test_decoders_take_turns_and_are_warmed_up_outside_the_figures(folder, tmp_p
 
     load = eval_speculative.load_drafter
 
-    def named(path):
-        drafter, rows = load(path)
+    def named(path, target):
+        drafter, rows = load(path, target=target)
         drafter.config["_name"] = Path(path).name
         return drafter, rows
 

@@ -308,7 +308,7 @@ def test_regenerated_turns_stand_in_the_context_of_their_own_answers(tmp_path, m
     assert summary["samples"] == 3
     tensors = load_file(tmp_path / "out" / "shard-00000.safetensors")
     assert tensors["sample_ids"].tolist() == [0, 0, 1] and tensors["turn_ids"].tolist() == [0, 1, 1]
-    shards, tokenizer = Shards(tmp_path / "out"), load_tokenizer(target)
+    shards, tokenizer = Shards(tmp_path / "out"), load_tokenizer(open_target(target))
     answers = []
     for number in range(3):
         sample = shards.sample(number)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import extract_hidden_states
 from common.accept import accept_figures, accept_interval, figures, interval, names, simulated_figures
 from common.cli import UserError
 from common.drafter import load_drafter
@@ -162,9 +163,11 @@ def test_simulated_counts_equal_a_slow_walk():
     assert accept_figures([0, 0], [0, 0]) == (None, [None, None])
 
 
-def test_simulated_equals_measured_on_the_targets_own_answers(tmp_path):
+def test_simulated_equals_measured_on_the_targets_own_answers(tmp_path, monkeypatch):
     """Greedy answers in float32: the walk over the shards is the very verifications that serving makes, cut
     ones too."""
+    # rounded to bfloat16, a near tie in the drafter falls one way or the other by machine
+    monkeypatch.setitem(extract_hidden_states.STORE, "bf16", torch.float32)
     target = tiny.make_target(tmp_path / "target", seed=3)
     rows = tiny.write_rows(tmp_path / "rows.jsonl",
                            [{"messages": row["messages"][:1]} for row in tiny.conversations(6)])
@@ -211,7 +214,7 @@ def test_shards_are_checked_against_target_and_layers(tmp_path):
     assert len(check_shards(stranger, here, force=True)) == 1
     assert "by force" in check_shards(shards(forced=["seed"]), here)[0]
     # what the extraction states is what the files hold
-    template = chat_template_sha256(load_tokenizer(target.folder))
+    template = chat_template_sha256(load_tokenizer(target))
     assert check_shards(shards(chat_template_sha256=template), here) == []
     [sentence] = check_shards(shards(chat_template_sha256="2" * 64), here)
     assert f"SHARDS was made for another chat template: 222222222222 there, {template[:12]} here" in sentence
@@ -222,7 +225,7 @@ def test_shards_are_checked_against_target_and_layers(tmp_path):
         if folder.name == "config":  # where older tokenizers have it
             config = json.loads((folder / "tokenizer_config.json").read_text())
             (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": text + "x"}))
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(open_target(folder))
         assert (stored_template_sha256(folder) or None) == chat_template_sha256(tokenizer) != template
         other = open_target(folder)
         for record in (target_record(other, other.facts()), target_record(other, other.facts(), tokenizer)):

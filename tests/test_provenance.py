@@ -11,8 +11,8 @@ from common.provenance import RECORD, RULES, compare, made_for
 
 TARGET = {"name": "a/target", "vocab_size": 328, "hidden_size": 64, "tensors_sha256": "1" * 64,
           "text_config_sha256": "2" * 64, "sample_sha256": "3" * 64}
-HERE = {"target": TARGET, "tokenizer_sha256": "4" * 64, "chat_template_sha256": "5" * 64,
-        "template_kwargs": {}, "layers": [2, 4, 5], "map_sha256": "6" * 64}
+HERE = {"target": TARGET, "tokenizer_sha256": "4" * 64, "tokenizer_probe_sha256": "7" * 64,
+        "chat_template_sha256": "5" * 64, "template_kwargs": {}, "layers": [2, 4, 5], "map_sha256": "6" * 64}
 DIFFERENT = {  # key: (another value, refused, refused although forced, words of the sentence)
     "target.vocab_size": (320, True, True, "another target: vocabulary 320 of a/target there, 328 of "
                                            "a/target here"),
@@ -22,6 +22,7 @@ DIFFERENT = {  # key: (another value, refused, refused although forced, words of
     "target.text_config_sha256": ("0" * 64, True, False, "text config 000000000000"),
     "tokenizer_sha256": ("0" * 64, True, False, "another tokenizer: hash 000000000000 there, 444444444444 "
                                                 "here"),
+    "tokenizer_probe_sha256": ("0" * 64, True, False, "a tokenizer that gives other ids: hash 000000000000"),
     "map_sha256": ("0" * 64, True, False, "another draft vocabulary: map 000000000000"),
     "target.sample_sha256": ("0" * 64, False, False, "other weights behind the same lm_head and embedding: "
                                                      "0000"),

@@ -17,7 +17,14 @@ import transformers
 
 from common.cli import UserError
 from common.drafter import Drafter, drafter_config, save_drafter
-from common.sglang import answer, count_verifications, serve_commands, server_settings, start_server
+from common.sglang import (
+    NEUTRAL,
+    answer,
+    count_verifications,
+    serve_commands,
+    server_settings,
+    start_server,
+)
 from common.target import default_layers, open_target
 from tests import tiny
 
@@ -154,7 +161,7 @@ def test_answers_come_in_the_order_of_the_prompts_with_so_many_in_flight():
     path, body = fake.seen[0]  # once, before everything
     assert path.startswith("/flush_cache") and sum(path != "/generate" for path, _ in fake.seen) == 1
     assert fake.seen[1][1]["sampling_params"] == {"temperature": 0.0, "top_p": 1.0, "top_k": -1,
-                                                  "max_new_tokens": 4, "stop_token_ids": [2]}
+                                                  "max_new_tokens": 4, "stop_token_ids": [2], **NEUTRAL}
     assert ask(generate, prompts, concurrency=1)[1].most == 1
 
 
@@ -389,7 +396,10 @@ def test_sglang_itself(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     target, drafter, follower = make_pair(tmp_path)
     python = os.environ["SGLANG_PYTHON"]
+    # defaults of the server that would repeat no token: our requests state that they want none
+    unlike = json.dumps({"repetition_penalty": 2.0, "min_new_tokens": 3})
+    extra = [*CPU, "--preferred-sampling-params", unlike]
     for path in (None, drafter):
         log = tmp_path / f"log-{bool(path)}"
-        with start_server(python, target, path, 3, 1, 4, "float32", CPU, log) as url:
+        with start_server(python, target, path, 3, 1, 4, "float32", extra, log) as url:
             check_answers(url, target, path, follower)

@@ -4,10 +4,12 @@ it is one for this target."""
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import train_drafter
@@ -18,7 +20,7 @@ from common.target import open_target
 from common.vocab import load_map, save_map
 from tests import tiny
 from tests.scripts import EXACT, call, shell
-from train_drafter import constant_guess, remap, scatter
+from train_drafter import constant_guess, norms_add_one, plain_weight, remap, scatter
 
 V = 328
 IDLE = (326, 327)  # ids whose lm_head rows are zero in the target: never the likeliest
@@ -393,3 +395,40 @@ def test_remap_counts(work):
     counts = remap(drafter, rows, None, open_target(work / "target").lm_head())
     assert counts == {"carried": 100, "new": 228, "dropped": 0}
     assert drafter.lm_head(torch.zeros(1, 64)).shape == (1, V)
+
+
+@pytest.mark.parametrize("scale", ["block", "row", "tensor", "none", "packed"])
+def test_quantised_weights_are_multiplied_by_their_scale_or_left(tmp_path, scale):
+    """Blocks of 128 x 128 whose last ones are cut, as of DeepSeek's 576 rows."""
+    (tmp_path / "config.json").write_text("{}")
+    torch.manual_seed(0)
+    weight = torch.randn(200, 130)
+    steps = {"block": torch.rand(2, 2) + 0.5, "row": torch.rand(200, 1) + 0.5, "tensor": torch.rand(1) + 0.5}
+    whole = steps.get(scale, torch.ones(1))
+    if scale == "block":
+        whole = torch.stack([torch.stack([steps["block"][i // 128, j // 128] for j in range(130)])
+                             for i in range(200)])
+    tensors = {"w": (weight / whole).to(torch.float8_e4m3fn), "w_scale_inv": steps.get(scale)}
+    if scale == "packed":
+        tensors = {"w": torch.zeros(200, 65, dtype=torch.uint8), "w_scale": torch.ones(1)}
+    names = {name for name, tensor in tensors.items() if tensor is not None}
+    target = SimpleNamespace(weights=names, tensor=tensors.get, folder=tmp_path)
+    found = plain_weight(target, "w")
+    if scale in ("none", "packed"):
+        assert found is None
+    else:
+        torch.testing.assert_close(found, tensors["w"].float() * whole)
+        assert ((found - weight).abs() <= weight.abs() / 15 + 0.01).all()  # three bits of mantissa
+
+
+@pytest.mark.parametrize("kind, config, adds", [
+    ("Gemma2ForCausalLM", "Gemma2Config", True), ("Gemma3ForCausalLM", "Gemma3TextConfig", True),
+    ("Qwen3NextForCausalLM", "Qwen3NextConfig", True), ("LlamaForCausalLM", "LlamaConfig", False),
+    ("Gemma4ForCausalLM", "Gemma4TextConfig", False), ("CohereForCausalLM", "CohereConfig", False),
+    ("DeepseekV3ForCausalLM", "DeepseekV3Config", False), ("OfNoClass", "MistralConfig", False)])
+def test_whether_norms_add_one_is_what_the_models_own_norm_does(tmp_path, kind, config, adds):
+    shape = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+                 num_hidden_layers=4, vocab_size=128, head_dim=16, pad_token_id=0)
+    getattr(transformers, config)(**shape).save_pretrained(tmp_path)
+    target = SimpleNamespace(folder=tmp_path, model_class=kind, hidden_size=64)
+    assert norms_add_one(target, False) == adds

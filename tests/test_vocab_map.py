@@ -537,7 +537,7 @@ def test_every_token_that_a_serving_template_needs_is_forced_in(tmp_path):
     """Ends of sequence of all three places, what the template writes, tool and think markers, though none of
     them is ever counted."""
     folder = tiny.make_target(tmp_path / "target", vocab_size=330)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(open_target(folder))
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "<|observation|>", "<image>"],
                          special_tokens=True)
     tokenizer.save_pretrained(folder)
