@@ -39,7 +39,7 @@ EXPECTED = {  # family: (as users call it, {stage: words of its refusal}); every
     "gemma3_text": ("Gemma 3, text", {}),
     "gemma3": ("Gemma 3, with images", {}),
     "llama31": ("Llama 3.1", {}),
-    "llama4": ("Llama 4", {}),
+    "llama4": ("Llama 4", {"evaluate": SERVED}),
     "mistral3": ("Mistral Small 3", {}),
     "phi4": ("Phi-4", {}),
     "phi4_mini": ("Phi-4-mini", {}),
@@ -52,27 +52,9 @@ EXPECTED = {  # family: (as users call it, {stage: words of its refusal}); every
     "minimax": ("MiniMax-Text-01", {"evaluate": SERVED}),
     "falcon_h1": ("Falcon-H1", {"evaluate": SERVED}),
 }
-WHEN_LOADED = ("extract", "train", "evaluate")
-FAILS = {  # (family, stage): why it does not work yet
-    **dict.fromkeys([("kimi_k2", stage) for stage in WHEN_LOADED],
-                    "transformers reads its tokenizer only with its config"),
-    **dict.fromkeys([("kimi_k25_int4", stage) for stage in WHEN_LOADED],
-                    "its int4 weights are not loaded"),
-    **dict.fromkeys([("llama4", stage) for stage in WHEN_LOADED],
-                    "transformers 5.24 does not run it without an image"),
-    ("deepseek_v3_fp8", "extract"): "transformers takes blocks of another size without a GPU",
-    ("qwen3_fp8", "extract"): "transformers takes blocks of another size without a GPU",
-    ("mistral3", "extract"): "its lm_head is taken for tied",
-}
 
 
-def cases(stage):
-    marked = []
-    for name in families.FAMILIES:
-        reason = FAILS.get((name, stage))
-        marks = [pytest.mark.xfail(strict=False, reason=reason)] if reason else []
-        marked.append(pytest.param(name, marks=marks))
-    return pytest.mark.parametrize("name", marked)
+every_family = pytest.mark.parametrize("name", families.FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +121,7 @@ def check_refusal(done, name, stage, monkeypatch):
     return True
 
 
-@cases("extract")
+@every_family
 def test_shards_hold_what_the_published_model_computes(done, name, monkeypatch):
     if check_refusal(done, name, "extract", monkeypatch):
         return
@@ -162,14 +144,14 @@ def test_shards_hold_what_the_published_model_computes(done, name, monkeypatch):
         assert torch.equal(ids[1:][written], sample["target_argmax"].long()[:-1][written])
 
 
-@cases("train")
+@every_family
 def test_a_step_is_trained(done, name, monkeypatch):
     if not check_refusal(done, name, "train", monkeypatch):
         work, _ = done(name, "train")
         assert (work / "drafter" / "model.safetensors").exists()
 
 
-@cases("evaluate")
+@every_family
 def test_answers_with_a_drafter_are_those_of_plain_decoding(done, name, monkeypatch):
     if check_refusal(done, name, "evaluate", monkeypatch):
         return
@@ -219,11 +201,8 @@ def page_rows():
     """The table of docs/targets.md, from what is expected here."""
     yield "| target | extraction | training | local evaluation |"
     yield "| --- | --- | --- | --- |"
-    for name, (title, refusals) in EXPECTED.items():
-        cells = []
-        for stage in STAGES:
-            fails = {(name, stage), (name, "extract")} & FAILS.keys()
-            cells.append("refused" if stage in refusals else "not yet" if fails else "works")
+    for title, refusals in EXPECTED.values():
+        cells = ["refused" if stage in refusals else "works" for stage in STAGES]
         yield f"| {title} | {' | '.join(cells)} |"
 
 
