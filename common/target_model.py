@@ -343,8 +343,8 @@ def dequantised(target, dtype):
 
 
 def unpacked(target, name):
-    """[O, I] of a weight that compressed-tensors packed: int32 [O, I * bits / 32], the lowest bits first, each
-    number 2^(bits-1) more than it is, times scales [O, groups], in whose dtype engines have it, too."""
+    """[O, I] of a weight that compressed-tensors packed: int32 [O, I * bits / 32], the lowest bits first,
+    each number 2^(bits-1) more than it is, times scales [O, groups], in whose dtype engines have it, too."""
     packed, scale = target.tensor(f"{name}_packed"), target.tensor(f"{name}_scale")
     rows, columns = target.tensor(f"{name}_shape").tolist()
     bits = 32 * packed.shape[1] // columns
