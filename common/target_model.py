@@ -343,17 +343,17 @@ def dequantised(target, dtype):
 
 
 def unpacked(target, name):
-    """float32 [O, I] of a weight that compressed-tensors packed: int32 [O, I * bits / 32], the lowest bits
-    first, each number 2^(bits-1) more than it is, times scales [O, groups]."""
-    packed, scale = target.tensor(f"{name}_packed"), target.tensor(f"{name}_scale").float()
+    """[O, I] of a weight that compressed-tensors packed: int32 [O, I * bits / 32], the lowest bits first,
+    each number 2^(bits-1) more than it is, times scales [O, groups], in whose dtype engines have it, too."""
+    packed, scale = target.tensor(f"{name}_packed"), target.tensor(f"{name}_scale")
     rows, columns = target.tensor(f"{name}_shape").tolist()
     bits = 32 * packed.shape[1] // columns
     if f"{name}_zero_point" in target.weights or bits not in (4, 8):
         raise UserError(f"{target.folder}: {name} is packed to {bits} bits or has a zero point; 4 or 8 "
                         f"without one are read here; use --backend sglang")
     numbers = (packed[..., None] >> torch.arange(0, 32, bits)) & (2**bits - 1)
-    numbers = numbers.flatten(1)[:, :columns].float() - 2 ** (bits - 1)  # [O, I]
-    return numbers * scale.repeat_interleave(columns // scale.shape[1], 1)
+    numbers = numbers.flatten(1)[:, :columns] - 2 ** (bits - 1)  # [O, I]
+    return numbers.to(scale.dtype) * scale.repeat_interleave(columns // scale.shape[1], 1)
 
 
 def _load(target, dtype, trust_remote_code):

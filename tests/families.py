@@ -171,7 +171,7 @@ def int4(name, weight, group=32):
     parts = weight.float().unflatten(1, (-1, group))
     scale = (parts.abs().amax(2, keepdim=True) / 7.5).bfloat16()
     numbers = (parts / scale.float()).round().clamp(-8, 7)
-    plain = (numbers * scale.float()).flatten(1)
+    plain = (numbers * scale.float()).flatten(1).bfloat16()  # to which everyone rounds them
     nibbles = (numbers.flatten(1).to(torch.int64) + 8).unflatten(1, (-1, 8))
     packed = (nibbles << torch.arange(0, 32, 4)).sum(2)
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)

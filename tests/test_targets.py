@@ -54,6 +54,9 @@ EXPECTED = {  # family: (as users call it, {stage: words of its refusal}); every
 }
 
 
+every_family = pytest.mark.parametrize("name", families.FAMILIES)
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A function of a family's name and a stage: what the stage returned, or raises what it raised; every
@@ -118,7 +121,7 @@ def check_refusal(done, name, stage, monkeypatch):
     return True
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@every_family
 def test_shards_hold_what_the_published_model_computes(done, name, monkeypatch):
     if check_refusal(done, name, "extract", monkeypatch):
         return
@@ -141,14 +144,14 @@ def test_shards_hold_what_the_published_model_computes(done, name, monkeypatch):
         assert torch.equal(ids[1:][written], sample["target_argmax"].long()[:-1][written])
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@every_family
 def test_a_step_is_trained(done, name, monkeypatch):
     if not check_refusal(done, name, "train", monkeypatch):
         work, _ = done(name, "train")
         assert (work / "drafter" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@every_family
 def test_answers_with_a_drafter_are_those_of_plain_decoding(done, name, monkeypatch):
     if check_refusal(done, name, "evaluate", monkeypatch):
         return
