@@ -83,7 +83,7 @@ def test_the_compact_teacher_is_the_targets_distribution_at_supervised_rows(work
 
 
 @pytest.mark.parametrize("rows", [None, torch.arange(0, 328, 3)])
-@pytest.mark.parametrize("kind", ["kl", "lk", "lk-log"])
+@pytest.mark.parametrize("kind", ["kl", "lk"])
 def test_all_candidates_give_the_loss_of_stored_states(work, rows, kind):
     """To the rounding of the stored log-probabilities, with gradients."""
     target, (plain, compact) = open_target(work / "target"), (Shards(work / "bf16"), Shards(work / "compact"))
