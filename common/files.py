@@ -132,6 +132,9 @@ def check_output_folder(path, marker):
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"--out {path} cannot be made: {place} is "
                         f"{'not writable' if place.is_dir() else 'a file'}; give another folder")
+    if not shutil.disk_usage(place).total:  # /proc and the like let root believe that it may write
+        raise UserError(f"--out {path} cannot be made: {place} is no disk that holds files; give another "
+                        "folder")
     if path.is_dir() and not (path / marker).exists():
         found = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock"
                        and not TEMPORARY.match(entry.name))

@@ -8,6 +8,7 @@ import pytest
 
 from common.cli import Parser, UserError
 from common.conversations import json_object
+from common.files import check_output_folder
 from tests.scripts import ROOT
 
 ENDS = [  # how a script is started, its exit code and what it says
@@ -50,3 +51,10 @@ def test_template_arguments_that_rendering_sets_itself_are_refused(name):
 def test_template_arguments_are_an_object_that_can_be_written(text):
     with pytest.raises(ArgumentTypeError, match="no JSON object"):
         json_object(text)
+
+
+def test_a_place_that_holds_no_files_is_no_output_folder():
+    """As root /proc looks writable, and has no byte free."""
+    with pytest.raises(UserError,
+                       match="--out /proc/nope/x cannot be made: /proc is no disk that holds files"):
+        check_output_folder("/proc/nope/x", "run.json")
