@@ -70,7 +70,16 @@ from common.files import (
     sha256_file,
     write_sealed,
 )
-from common.loss import CHUNK_BYTES, PIECE, CompactTeacher, Teacher, TrainStep, simulate, simulated
+from common.loss import (
+    DEVICE_PIECE,
+    PIECE,
+    CompactTeacher,
+    Teacher,
+    TrainStep,
+    chunk_rows,
+    simulate,
+    simulated,
+)
 from common.plan import FILLED, say_storages, serving_size, storages
 from common.plots import check_plot, plot_training
 from common.provenance import compare, made_for, target_record
@@ -86,7 +95,7 @@ from common.shards import (
     settings_sha256,
 )
 from common.target import OTHER_PARTS, Target, load_config, native_class, open_target, plain_weight
-from common.ttt import make_batch, supervised_rows
+from common.ttt import fuses, make_batch, supervised_rows
 from common.vocab import (
     check_coverage,
     check_size,
@@ -953,7 +962,8 @@ def dry_run_summary(args, inputs, start, plan, accelerator):
     """The summary of --dry-run, after what it costs was said."""
     order = plan.order
     compact, table = "teacher_ids" in inputs.shards.manifest["stored"], inputs.embedding.nbytes
-    memory = step_memory(args, start.drafter, table, compact, plan.batch_tokens, accelerator)
+    memory = step_memory(args, start.drafter, table, compact, plan.batch_tokens, accelerator,
+                         accelerator.device)
     disk = checkpoint_bytes(start.drafter)
     tried = ""
     if args.init == "checkpoint":
@@ -981,9 +991,10 @@ def checkpoint_bytes(drafter):
                for name, parameter in drafter.named_parameters())
 
 
-def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerator):
-    """{what: bytes} of a process at the fullest moment of a step of `batch_tokens`, all of them supervised;
-    without the device's own and what is lost between pieces. The drafter may be on the meta device."""
+def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerator, device):
+    """{what: bytes} of a process at the fullest moment of a step of `batch_tokens` on `device`, all of them
+    supervised; without the device's own and what is lost between pieces. The drafter may be on the meta
+    device."""
     processes, wide = accelerator.num_processes, 2 if accelerator.mixed_precision == "bf16" else 4
     config, depths = drafter.config, args.ttt_steps
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -1006,14 +1017,19 @@ def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerat
     copies = wide * (joined + layer + head * ((wide == 2) + drafter.lm_head.weight.requires_grad))
     # What autograd keeps of a row: of each depth seven of the width, four of the MLP's, q, k, v and the
     # output, and where keys are not repeated also q and k before their rotation; once, what tokens add.
+    # Fused attention keeps the keys and values of all depths so far at each depth.
     attention = size * (6 * heads if kv_heads == heads else 4 * heads + kv_heads)
+    if fuses(device):
+        attention = size * (3 * heads + (depths + 3) * kv_heads)
     mlp = 0 if args.gradient_checkpointing else hidden + 4 * inner
     kept = depths * (6 * hidden + mlp + attention) + 3 * hidden + size * (2 * heads + 2 * kv_heads)
     kept += 3 * hidden if wide == 4 else 0  # the batch's states, which come in bfloat16
     batch = 2 * (3 if compact else 4) * hidden + (6 * CANDIDATES if compact else 0) + 17
     rows = config["draft_vocab_size"]
-    chunk = min(tokens, max(1, CHUNK_BYTES // (wide * rows * depths)))
-    logits = wide * rows * (chunk * (depths + (1 if compact else 2)) + PIECE)
+    computed = torch.bfloat16 if wide == 2 else torch.float32
+    chunk = min(tokens, chunk_rows(device, computed, rows, depths))
+    piece = DEVICE_PIECE if fuses(device) else PIECE
+    logits = wide * rows * (chunk * (depths + (1 if compact else 2)) + piece)
     return {"weights, gradients and moments": state,
             "embedding, teacher and copies": embedding_bytes + wide * teacher_rows * hidden + copies,
             "batches and what is kept of them": tokens * (wide * kept + 2 * batch) + logits}
@@ -1068,7 +1084,7 @@ def plan_drafter(args, target, rows, batch_tokens, accelerator):
     drafter_head, others = head_and_layer(drafter)
     fc, table = drafter.fc.weight.numel(), target.vocab_size * target.hidden_size
     table_bytes = table * (4 if target.text.get("dtype") == "float32" else 2)
-    memory = step_memory(args, drafter, table_bytes, True, batch_tokens, accelerator)
+    memory = step_memory(args, drafter, table_bytes, True, batch_tokens, accelerator, "cuda")
     return {"layer": others - fc, "fc": fc, "lm_head": drafter_head, "embedding": table, "memory": memory,
             "memory_bytes": sum(memory.values()), "checkpoint_bytes": checkpoint_bytes(drafter)}
 
@@ -1515,9 +1531,13 @@ def load_step(training, number):
     idle = len(mine) * accelerator.num_processes < len(parts)
     if idle:  # nothing of its own is left: it takes another's samples and learns nothing from them
         mine.append(parts[-1])
-    batches = [make_batch([shards.sample(sample) for sample in part], accelerator.device) for part in mine]
-    if idle:
-        batches[-1]["loss_mask"].zero_()
+    batches = []
+    for number, part in enumerate(mine):
+        samples = [shards.sample(sample) for sample in part]
+        if idle and number == len(mine) - 1:
+            for sample in samples:
+                sample["loss_mask"].zero_()
+        batches.append(make_batch(samples, accelerator.device, training.step.prepare))
     return chosen, position, batches
 
 
@@ -1556,7 +1576,7 @@ def learn(training, chosen, batches, share):
                 loss, sums, rows = training.model(batch, accelerator.num_processes / labels)
             loss.backward()  # not accelerate's, which divides by a number of its own configuration
         own = loss.detach()[None] / accelerator.num_processes
-        figures += torch.cat([own, sums.detach(), rows.to(accelerator.device)])
+        figures += torch.cat([own, sums.detach(), rows])
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters.values()])
     norm = norm.full_tensor() if sharded else norm
     if not torch.isfinite(norm):
