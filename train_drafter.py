@@ -17,6 +17,7 @@ import shutil
 import sys
 import threading
 import time
+from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ from common.shards import (
     MANIFEST,
     Shards,
     acknowledged,
+    broken_rows,
     check_shards,
     finished,
     read_manifest,
@@ -113,6 +115,7 @@ MAX_GRAD_NORM = 0.5  # gradients are scaled down to this norm, as in EAGLE
 DEPTH_DECAY = 0.8  # depth k counts this to the power k in the loss, as in EAGLE-3
 EVAL_SAMPLES = 256  # at most so many held-out samples, to keep measuring cheap
 LOSS_SAMPLES = 64  # of these: a loss of 7 depths costs three times an accept length of 3
+READERS = 4  # threads that read a step's samples: one fills no fast disk
 PROBED, PROBED_TOKENS = 32, 8192  # at most so many say what a checkpoint is worth: seconds on a CPU
 DOUBTFUL = 0.4  # acceptance at the first depth from which on no fresh drafter of a few steps could be as good
 FRESH_STEPS, FRESH_TOKENS = 32, 256  # what its steps are: half a minute on two cores with 49,152 rows
@@ -171,6 +174,15 @@ class Plan:
     lr: float  # peak rate of AdamW
     every: int
     save_every: int
+
+
+@dataclass
+class Blame:
+    """Which of a batch's samples holds states that are not finite."""
+
+    samples: list  # their numbers
+    bounds: list  # of the batch
+    broken: dict  # name -> bool [N] on the device
 
 
 @dataclass
@@ -1484,8 +1496,8 @@ def train(training):
         progress["best"] = progress["last"] = measure(training)  # what the checkpoint is worth here
         store(training, best=True, checkpoint=False)
     bar = Progress(plan.order.steps, "steps", "train", done=progress["step"])
-    loader = ThreadPoolExecutor(1)
-    upcoming = loader.submit(load_step, training, progress["step"])
+    loader, readers = ThreadPoolExecutor(1), ThreadPoolExecutor(READERS)
+    upcoming = loader.submit(load_step, training, progress["step"], readers.map)
     begun = time.monotonic() - progress["seconds"]  # later by all the time that is no training
     try:
         while True:
@@ -1496,7 +1508,7 @@ def train(training):
                 break
             chosen, position, batches = loaded
             step = progress["step"]
-            upcoming = loader.submit(load_step, training, step + 1)
+            upcoming = loader.submit(load_step, training, step + 1, readers.map)
             share = schedule(plan.order.place(progress), plan.order.steps, WARMUP)
             figures, norm = learn(training, chosen, batches, share)
             tokens = int(training.inputs.shards.index[chosen, 2].sum())
@@ -1512,19 +1524,24 @@ def train(training):
         if args.follow:
             plan.order.close()  # a wait for the next shard
         loader.shutdown()
+        readers.shutdown()
         bar.close()
     if not progress["step"]:
         raise UserError(f"none of the samples of {args.shards} could be trained on")
 
 
-def load_step(training, number):
+def load_step(training, number, spread):
     """The samples of a step, the place in the order after it, and this process's micro-batches, as many as
-    every other's, since all take part in each; None after the last step."""
+    every other's, since all take part in each; None after the last step. spread: see make_batch.
+
+    Batches hold all integers of their step (TrainStep.prepare), and who is to blame for what is not finite,
+    which the device finds while it is there: a Blame.
+    """
     accelerator, shards = training.accelerator, training.inputs.shards
     found = training.plan.order.step(number)
     if found is None:
         return None
-    chosen, position = found
+    chosen, place = found
     parts = min(len(chosen), accelerator.num_processes * training.args.gradient_accumulation_steps)
     parts = [part for part in share_out(chosen, shards.index[chosen, 2], parts) if part]
     mine = parts[accelerator.process_index :: accelerator.num_processes]
@@ -1533,12 +1550,15 @@ def load_step(training, number):
         mine.append(parts[-1])
     batches = []
     for number, part in enumerate(mine):
-        samples = [shards.sample(sample) for sample in part]
+        samples = [shards.sample(sample, raw=True) for sample in part]
         if idle and number == len(mine) - 1:
             for sample in samples:
-                sample["loss_mask"].zero_()
-        batches.append(make_batch(samples, accelerator.device, training.step.prepare))
-    return chosen, position, batches
+                sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
+        batch = make_batch(samples, accelerator.device, training.step.prepare, spread)
+        position = batch["prepared"][0].position  # [N]; the row after a document's last is of another
+        used = (batch["loss_mask"] & (position > 0)).roll(-1)
+        batches.append(batch | {"blame": Blame(part, batch["bounds"], broken_rows(batch, used))})
+    return chosen, place, batches
 
 
 def share_out(samples, lengths, parts):
@@ -1567,7 +1587,8 @@ def learn(training, chosen, batches, share):
     """
     accelerator, sharded, parameters = training.accelerator, training.sharded, training.parameters
     labels = max(int(training.inputs.shards.index[chosen, 5].sum()), 1)
-    figures = torch.zeros(1 + 2 * training.args.ttt_steps, device=accelerator.device)
+    # Those that are returned, and last whether a state is broken.
+    figures = torch.zeros(2 + 2 * training.args.ttt_steps, device=accelerator.device)
     for number, batch in enumerate(batches):
         together = sharded or number == len(batches) - 1
         with nullcontext() if together else accelerator.no_sync(training.model):
@@ -1576,20 +1597,37 @@ def learn(training, chosen, batches, share):
                 loss, sums, rows = training.model(batch, accelerator.num_processes / labels)
             loss.backward()  # not accelerate's, which divides by a number of its own configuration
         own = loss.detach()[None] / accelerator.num_processes
-        figures += torch.cat([own, sums.detach(), rows])
+        broken = torch.stack([rows.any() for rows in batch["blame"].broken.values()]).any()[None]
+        figures += torch.cat([own, sums.detach(), rows, broken])
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters.values()])
     norm = norm.full_tensor() if sharded else norm
-    if not torch.isfinite(norm):
-        step = training.progress["step"] + 1
-        raise Failed(f"the gradient of step {step} is not finite (norm {norm}): {DIVERGED}")
-    if norm > MAX_GRAD_NORM:
+    # The only time that the device is waited for in a step.
+    numbers = torch.cat([accelerator.reduce(figures), norm[None]])
+    *figures, broken, total = numbers.tolist()
+    step = training.progress["step"] + 1
+    if broken:
+        blame_sample(training, batches, step)
+    if not math.isfinite(total):
+        raise Failed(f"the gradient of step {step} is not finite (norm {total}): {DIVERGED}")
+    if total > MAX_GRAD_NORM:
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), MAX_GRAD_NORM, norm)
     for optimizer in training.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * share
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return accelerator.reduce(figures).tolist(), norm.item()
+    return figures, total
+
+
+def blame_sample(training, batches, step):
+    """Raises UserError for the first sample that holds a broken state, Failed if another process has it."""
+    for batch in batches:
+        blame = batch["blame"]
+        for name, rows in blame.broken.items():
+            if rows.any():
+                row = int(rows.nonzero()[0])
+                training.inputs.shards.refuse(blame.samples[bisect_right(blame.bounds, row) - 1], name)
+    raise Failed(f"a sample of step {step} that another process read is broken; its error names the sample")
 
 
 def note_step(training, bar, figures, facts):

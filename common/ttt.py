@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
+
+from common.shards import widen
 
 BLOCK = 128  # rows and columns of FlexAttention's blocks
 
@@ -28,30 +31,41 @@ def fuses(device):
     return torch.device(device).type != "cpu"
 
 
+def on_cuda(device):
+    return torch.device(device).type == "cuda"
+
+
 def ship(tensor, device):
     """A CPU tensor on `device`; to CUDA from pinned memory, so that nobody waits for the copy."""
-    if torch.device(device).type == "cuda":
+    if on_cuda(device) and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
-def make_batch(samples, device="cpu", prepare=None):
-    """Pack samples (dicts as Shards.sample returns them) into one batch on `device`.
+def make_batch(samples, device="cpu", prepare=None, spread=map):
+    """Pack samples (dicts as Shards.sample returns them, raw or not) into one batch on `device`.
 
     prepare: what makes batch["prepared"] of the batch while it is on the CPU (TrainStep.prepare), default
-    none.
+    none. spread: a `map` that the copies are made with, perhaps by threads: raw samples are read then.
     """
     bounds = [0]
     for sample in samples:
         bounds.append(bounds[-1] + len(sample["input_ids"]))
-    batch = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+    batch, copies = {}, []
+    for name, part in samples[0].items():
+        batch[name] = torch.empty(bounds[-1], *part.shape[1:], dtype=part.dtype, pin_memory=on_cuda(device))
+        copies += zip(batch[name].split(np.diff(bounds).tolist()), (sample[name] for sample in samples),
+                      strict=True)
+    for _ in spread(lambda copy: copy[0].copy_(copy[1]), copies):
+        pass  # what a thread raises is raised here
     batch["input_ids"] = batch["input_ids"].long()
     batch["target_argmax"] = batch["target_argmax"].long()
     batch["loss_mask"] = batch["loss_mask"].bool()
     batch["bounds"] = bounds
     prepared = {"prepared": prepare(batch)} if prepare else {}
-    return {name: ship(value, device) if torch.is_tensor(value) else value
-            for name, value in batch.items()} | prepared
+    batch = {name: ship(value, device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    widen(batch)
+    return batch | prepared
 
 
 def supervised_rows(loss_mask, bounds, depths):
