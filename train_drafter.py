@@ -17,6 +17,7 @@ import shutil
 import sys
 import threading
 import time
+from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -70,7 +71,16 @@ from common.files import (
     sha256_file,
     write_sealed,
 )
-from common.loss import CHUNK_BYTES, PIECE, CompactTeacher, Teacher, TrainStep, simulate, simulated
+from common.loss import (
+    DEVICE_PIECE,
+    PIECE,
+    CompactTeacher,
+    Teacher,
+    TrainStep,
+    chunk_rows,
+    simulate,
+    simulated,
+)
 from common.plan import FILLED, say_storages, serving_size, storages
 from common.plots import check_plot, plot_training
 from common.provenance import compare, made_for, target_record
@@ -80,13 +90,14 @@ from common.shards import (
     MANIFEST,
     Shards,
     acknowledged,
+    broken_rows,
     check_shards,
     finished,
     read_manifest,
     settings_sha256,
 )
 from common.target import OTHER_PARTS, Target, load_config, native_class, open_target, plain_weight
-from common.ttt import make_batch, supervised_rows
+from common.ttt import fuses, make_batch, supervised_rows
 from common.vocab import (
     check_coverage,
     check_size,
@@ -104,6 +115,7 @@ MAX_GRAD_NORM = 0.5  # gradients are scaled down to this norm, as in EAGLE
 DEPTH_DECAY = 0.8  # depth k counts this to the power k in the loss, as in EAGLE-3
 EVAL_SAMPLES = 256  # at most so many held-out samples, to keep measuring cheap
 LOSS_SAMPLES = 64  # of these: a loss of 7 depths costs three times an accept length of 3
+READERS = 4  # threads that read a step's samples: one fills no fast disk
 PROBED, PROBED_TOKENS = 32, 8192  # at most so many say what a checkpoint is worth: seconds on a CPU
 DOUBTFUL = 0.4  # acceptance at the first depth from which on no fresh drafter of a few steps could be as good
 FRESH_STEPS, FRESH_TOKENS = 32, 256  # what its steps are: half a minute on two cores with 49,152 rows
@@ -162,6 +174,15 @@ class Plan:
     lr: float  # peak rate of AdamW
     every: int
     save_every: int
+
+
+@dataclass
+class Blame:
+    """Which of a batch's samples holds states that are not finite."""
+
+    samples: list  # their numbers
+    bounds: list  # of the batch
+    broken: dict  # name -> bool [N] on the device
 
 
 @dataclass
@@ -953,7 +974,8 @@ def dry_run_summary(args, inputs, start, plan, accelerator):
     """The summary of --dry-run, after what it costs was said."""
     order = plan.order
     compact, table = "teacher_ids" in inputs.shards.manifest["stored"], inputs.embedding.nbytes
-    memory = step_memory(args, start.drafter, table, compact, plan.batch_tokens, accelerator)
+    memory = step_memory(args, start.drafter, table, compact, plan.batch_tokens, accelerator,
+                         accelerator.device)
     disk = checkpoint_bytes(start.drafter)
     tried = ""
     if args.init == "checkpoint":
@@ -981,9 +1003,10 @@ def checkpoint_bytes(drafter):
                for name, parameter in drafter.named_parameters())
 
 
-def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerator):
-    """{what: bytes} of a process at the fullest moment of a step of `batch_tokens`, all of them supervised;
-    without the device's own and what is lost between pieces. The drafter may be on the meta device."""
+def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerator, device):
+    """{what: bytes} of a process at the fullest moment of a step of `batch_tokens` on `device`, all of them
+    supervised; without the device's own and what is lost between pieces. The drafter may be on the meta
+    device."""
     processes, wide = accelerator.num_processes, 2 if accelerator.mixed_precision == "bf16" else 4
     config, depths = drafter.config, args.ttt_steps
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -1006,14 +1029,19 @@ def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerat
     copies = wide * (joined + layer + head * ((wide == 2) + drafter.lm_head.weight.requires_grad))
     # What autograd keeps of a row: of each depth seven of the width, four of the MLP's, q, k, v and the
     # output, and where keys are not repeated also q and k before their rotation; once, what tokens add.
+    # Fused attention keeps the keys and values of all depths so far at each depth.
     attention = size * (6 * heads if kv_heads == heads else 4 * heads + kv_heads)
+    if fuses(device):
+        attention = size * (3 * heads + (depths + 3) * kv_heads)
     mlp = 0 if args.gradient_checkpointing else hidden + 4 * inner
     kept = depths * (6 * hidden + mlp + attention) + 3 * hidden + size * (2 * heads + 2 * kv_heads)
     kept += 3 * hidden if wide == 4 else 0  # the batch's states, which come in bfloat16
     batch = 2 * (3 if compact else 4) * hidden + (6 * CANDIDATES if compact else 0) + 17
     rows = config["draft_vocab_size"]
-    chunk = min(tokens, max(1, CHUNK_BYTES // (wide * rows * depths)))
-    logits = wide * rows * (chunk * (depths + (1 if compact else 2)) + PIECE)
+    computed = torch.bfloat16 if wide == 2 else torch.float32
+    chunk = min(tokens, chunk_rows(device, computed, rows, depths))
+    piece = DEVICE_PIECE if fuses(device) else PIECE
+    logits = wide * rows * (chunk * (depths + (1 if compact else 2)) + piece)
     return {"weights, gradients and moments": state,
             "embedding, teacher and copies": embedding_bytes + wide * teacher_rows * hidden + copies,
             "batches and what is kept of them": tokens * (wide * kept + 2 * batch) + logits}
@@ -1068,7 +1096,7 @@ def plan_drafter(args, target, rows, batch_tokens, accelerator):
     drafter_head, others = head_and_layer(drafter)
     fc, table = drafter.fc.weight.numel(), target.vocab_size * target.hidden_size
     table_bytes = table * (4 if target.text.get("dtype") == "float32" else 2)
-    memory = step_memory(args, drafter, table_bytes, True, batch_tokens, accelerator)
+    memory = step_memory(args, drafter, table_bytes, True, batch_tokens, accelerator, "cuda")
     return {"layer": others - fc, "fc": fc, "lm_head": drafter_head, "embedding": table, "memory": memory,
             "memory_bytes": sum(memory.values()), "checkpoint_bytes": checkpoint_bytes(drafter)}
 
@@ -1468,8 +1496,8 @@ def train(training):
         progress["best"] = progress["last"] = measure(training)  # what the checkpoint is worth here
         store(training, best=True, checkpoint=False)
     bar = Progress(plan.order.steps, "steps", "train", done=progress["step"])
-    loader = ThreadPoolExecutor(1)
-    upcoming = loader.submit(load_step, training, progress["step"])
+    loader, readers = ThreadPoolExecutor(1), ThreadPoolExecutor(READERS)
+    upcoming = loader.submit(load_step, training, progress["step"], readers.map)
     begun = time.monotonic() - progress["seconds"]  # later by all the time that is no training
     try:
         while True:
@@ -1480,7 +1508,7 @@ def train(training):
                 break
             chosen, position, batches = loaded
             step = progress["step"]
-            upcoming = loader.submit(load_step, training, step + 1)
+            upcoming = loader.submit(load_step, training, step + 1, readers.map)
             share = schedule(plan.order.place(progress), plan.order.steps, WARMUP)
             figures, norm = learn(training, chosen, batches, share)
             tokens = int(training.inputs.shards.index[chosen, 2].sum())
@@ -1496,29 +1524,41 @@ def train(training):
         if args.follow:
             plan.order.close()  # a wait for the next shard
         loader.shutdown()
+        readers.shutdown()
         bar.close()
     if not progress["step"]:
         raise UserError(f"none of the samples of {args.shards} could be trained on")
 
 
-def load_step(training, number):
+def load_step(training, number, spread):
     """The samples of a step, the place in the order after it, and this process's micro-batches, as many as
-    every other's, since all take part in each; None after the last step."""
+    every other's, since all take part in each; None after the last step. spread: see make_batch.
+
+    Batches hold all integers of their step (TrainStep.prepare), and who is to blame for what is not finite,
+    which the device finds while it is there: a Blame.
+    """
     accelerator, shards = training.accelerator, training.inputs.shards
     found = training.plan.order.step(number)
     if found is None:
         return None
-    chosen, position = found
+    chosen, place = found
     parts = min(len(chosen), accelerator.num_processes * training.args.gradient_accumulation_steps)
     parts = [part for part in share_out(chosen, shards.index[chosen, 2], parts) if part]
     mine = parts[accelerator.process_index :: accelerator.num_processes]
     idle = len(mine) * accelerator.num_processes < len(parts)
     if idle:  # nothing of its own is left: it takes another's samples and learns nothing from them
         mine.append(parts[-1])
-    batches = [make_batch([shards.sample(sample) for sample in part], accelerator.device) for part in mine]
-    if idle:
-        batches[-1]["loss_mask"].zero_()
-    return chosen, position, batches
+    batches = []
+    for number, part in enumerate(mine):
+        samples = [shards.sample(sample, raw=True) for sample in part]
+        if idle and number == len(mine) - 1:
+            for sample in samples:
+                sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
+        batch = make_batch(samples, accelerator.device, training.step.prepare, spread)
+        position = batch["prepared"][0].position  # [N]; the row after a document's last is of another
+        used = (batch["loss_mask"] & (position > 0)).roll(-1)
+        batches.append(batch | {"blame": Blame(part, batch["bounds"], broken_rows(batch, used))})
+    return chosen, place, batches
 
 
 def share_out(samples, lengths, parts):
@@ -1547,7 +1587,8 @@ def learn(training, chosen, batches, share):
     """
     accelerator, sharded, parameters = training.accelerator, training.sharded, training.parameters
     labels = max(int(training.inputs.shards.index[chosen, 5].sum()), 1)
-    figures = torch.zeros(1 + 2 * training.args.ttt_steps, device=accelerator.device)
+    # Those that are returned, and last whether a state is broken.
+    figures = torch.zeros(2 + 2 * training.args.ttt_steps, device=accelerator.device)
     for number, batch in enumerate(batches):
         together = sharded or number == len(batches) - 1
         with nullcontext() if together else accelerator.no_sync(training.model):
@@ -1556,20 +1597,37 @@ def learn(training, chosen, batches, share):
                 loss, sums, rows = training.model(batch, accelerator.num_processes / labels)
             loss.backward()  # not accelerate's, which divides by a number of its own configuration
         own = loss.detach()[None] / accelerator.num_processes
-        figures += torch.cat([own, sums.detach(), rows.to(accelerator.device)])
+        broken = torch.stack([rows.any() for rows in batch["blame"].broken.values()]).any()[None]
+        figures += torch.cat([own, sums.detach(), rows, broken])
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters.values()])
     norm = norm.full_tensor() if sharded else norm
-    if not torch.isfinite(norm):
-        step = training.progress["step"] + 1
-        raise Failed(f"the gradient of step {step} is not finite (norm {norm}): {DIVERGED}")
-    if norm > MAX_GRAD_NORM:
+    # The only time that the device is waited for in a step.
+    numbers = torch.cat([accelerator.reduce(figures), norm[None]])
+    *figures, broken, total = numbers.tolist()
+    step = training.progress["step"] + 1
+    if broken:
+        blame_sample(training, batches, step)
+    if not math.isfinite(total):
+        raise Failed(f"the gradient of step {step} is not finite (norm {total}): {DIVERGED}")
+    if total > MAX_GRAD_NORM:
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), MAX_GRAD_NORM, norm)
     for optimizer in training.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * share
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return accelerator.reduce(figures).tolist(), norm.item()
+    return figures, total
+
+
+def blame_sample(training, batches, step):
+    """Raises UserError for the first sample that holds a broken state, Failed if another process has it."""
+    for batch in batches:
+        blame = batch["blame"]
+        for name, rows in blame.broken.items():
+            if rows.any():
+                row = int(rows.nonzero()[0])
+                training.inputs.shards.refuse(blame.samples[bisect_right(blame.bounds, row) - 1], name)
+    raise Failed(f"a sample of step {step} that another process read is broken; its error names the sample")
 
 
 def note_step(training, bar, figures, facts):

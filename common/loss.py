@@ -3,21 +3,38 @@
 For batches see common/ttt.py.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from common.target import process_logits
-from common.ttt import make_batch, rms_norm, stretches, supervised_rows, teacher_rows, ttt_hidden
+from common.ttt import (
+    fuses,
+    lay_out,
+    make_batch,
+    normed,
+    ship,
+    stretches,
+    supervised_rows,
+    teacher_rows,
+    ttt_hidden,
+)
 
 TINY = torch.finfo(torch.float32).tiny
 DRAFTED = ("input_ids", "loss_mask", "aux_hidden_states", "target_argmax")  # of a sample, for draft_hits
-# of gradients by logits: small beside a model, few additions to the head's own
-CHUNK_BYTES = 256 * 1024 * 1024
-PIECE = 256  # rows of logits at a time: full-speed products, and what is done to them finds them in the cache
+# Of gradients by logits, on a CPU and elsewhere: small beside a model, few additions to the head's own.
+CHUNK_BYTES, DEVICE_CHUNK_BYTES = 256 * 1024 * 1024, 1024 * 1024 * 1024
+# Rows of logits at a time: full-speed products, and on a CPU what is done to them finds them in the cache.
+PIECE, DEVICE_PIECE = 256, 2048
 BLOCK = 4 * 1024 * 1024  # elements of the lm_head's gradient at a time on a CPU: much faster in its cache
+
+
+def chunk_rows(device, dtype, draft_rows, depths):
+    """Teacher rows of a chunk: with all their labels, gradients by logits [rows * depths, draft_rows]."""
+    size = DEVICE_CHUNK_BYTES if fuses(device) else CHUNK_BYTES
+    return max(1, size // (dtype.itemsize * draft_rows * depths))
 
 
 class Buffers:
@@ -35,14 +52,14 @@ class Buffers:
         return self.kept[name][:rows]
 
 
-def draft_rows(vocab_size, rows, device):
-    """int64 [V]: the draft row of a target id, -1 outside of the map.
+def draft_rows(vocab_size, rows):
+    """int64 [V] on the CPU: the draft row of a target id, -1 outside of the map.
 
     rows: int64 [D] target ids, None for the full vocabulary.
     """
     if rows is None:
-        return torch.arange(vocab_size, device=device)
-    return torch.full((vocab_size,), -1).index_copy_(0, rows, torch.arange(len(rows))).to(device)
+        return torch.arange(vocab_size)
+    return torch.full((vocab_size,), -1).index_copy_(0, rows, torch.arange(len(rows)))
 
 
 class Teacher:
@@ -55,11 +72,11 @@ class Teacher:
     reads = ("last_hidden_state",)  # of a batch
 
     def __init__(self, lm_head, rows, logit_softcap, logit_scale, device, dtype, whole=False):
-        self.row_of = draft_rows(len(lm_head), rows, device)
+        self.row_of = draft_rows(len(lm_head), rows)
         self.weight = (lm_head if rows is None else lm_head[rows]).to(device, dtype)  # [D, H]
         self.rest = None
         if rows is not None and whole:
-            self.rest = lm_head[(self.row_of < 0).cpu()].to(device, dtype)  # [V - D, H]
+            self.rest = lm_head[self.row_of < 0].to(device, dtype)  # [V - D, H]
         self.softcap, self.scale = logit_softcap, logit_scale
         self.buffer = Buffers(len(self.weight), dtype, device)
 
@@ -91,13 +108,14 @@ class CompactTeacher:
     reads = ("teacher_ids", "teacher_logprobs")
 
     def __init__(self, vocab_size, rows, device, dtype):
-        self.row_of = draft_rows(vocab_size, rows, device)
+        self.row_of = draft_rows(vocab_size, rows)
+        self.column_of = self.row_of.to(device)
         self.buffer = Buffers(vocab_size if rows is None else len(rows), dtype, device)
 
     def probabilities(self, given, likeliest):
         """As Teacher's, for given = (ids int32 [N, C], -1 where there is none; log-probabilities [N, C])."""
         ids, logprobs = given
-        columns = torch.where(ids >= 0, self.row_of[ids.clamp(min=0)], -1)  # [N, C]
+        columns = torch.where(ids >= 0, self.column_of[ids.clamp(min=0)], -1)  # [N, C]
         chances = torch.where(columns >= 0, logprobs.float().exp(), 0)
         share = chances.sum(1, keepdim=True)
         p = self.buffer("teacher", len(ids)).zero_()
@@ -108,23 +126,53 @@ class CompactTeacher:
 def log_total(logits, softmax, columns):
     """log sum exp(logits), float32 [N, 1], from the softmax at hand: logits[j] - log softmax[j] for any j.
 
-    columns: int64 [N], that j of each row, best a likely one.
+    columns: int64 [N], that j of each row, best a likely one. On a device the likeliest is looked for: a pass
+    more, but it never vanishes, and to ask whether one did would wait.
     """
-    columns = columns[:, None]
+    fused = fuses(logits.device)
+    columns = (logits.argmax(-1) if fused else columns)[:, None]
     chosen = softmax.gather(1, columns).float()
     total = logits.gather(1, columns).float() - chosen.clamp_min(TINY).log()
+    if fused:
+        return total
     vanished = (chosen[:, 0] < TINY).nonzero()[:, 0]  # as with a drafter that diverges
     total[vanished] = logits[vanished].float().logsumexp(-1, keepdim=True)
     return total
 
 
-class Labels(NamedTuple):
-    """The M labels that the drafter learns from, depth after depth."""
+@dataclass
+class Labels:
+    """The M labels that the drafter learns from, in chunks of their U teacher rows, in a chunk depth after
+    depth: made on the CPU, once a batch."""
 
+    place: torch.Tensor  # int64 [M] a label's row of the states [depths * R], on the device as all tensors
     depth: torch.Tensor  # int64 [M]
-    row: torch.Tensor  # int64 [M] of that depth's states
-    teacher_row: torch.Tensor  # int64 [M] where the target chooses the label
-    counts: list  # how many there are of each depth
+    own: torch.Tensor  # int64 [M] which of its chunk's teacher rows is the label's
+    order: torch.Tensor  # int64 [M] its place among all, depth after depth
+    taught_by: torch.Tensor  # int64 [U] rows of the batch where the target chooses labels, ascending
+    likeliest: torch.Tensor  # int64 [U] the draft rows of what it chooses
+    counts: torch.Tensor  # int64 [depths] labels of each depth
+    sizes: list  # the same as numbers
+    chunks: list  # (a, b, first, last): labels a..b have teacher rows first..last
+
+
+def cut_labels(counted, chosen_at, likeliest, size, device):
+    """The Labels on `device`, in chunks of `size` teacher rows.
+
+    counted: bool [K, R], whether a label is learnt from; chosen_at: int64 [K, R], its teacher row; likeliest:
+    int64 [N], the draft row of the target's choice; all on the CPU.
+    """
+    depth, row = counted.nonzero(as_tuple=True)
+    taught_by, own = torch.unique(chosen_at[depth, row], return_inverse=True)
+    order = torch.argsort(own // size, stable=True)
+    firsts = range(0, len(taught_by), size)
+    ends = torch.bincount(own // size, minlength=len(firsts)).cumsum(0).tolist()
+    chunks = [(a, b, first, min(first + size, len(taught_by)))
+              for (a, b), first in zip(pairwise([0, *ends]), firsts, strict=True)]
+    counts = counted.sum(1)
+    tensors = ((depth * counted.shape[1] + row)[order], depth[order], own[order] % size, order, taught_by,
+               likeliest[taught_by], counts)
+    return Labels(*(ship(part, device) for part in tensors), counts.tolist(), chunks)
 
 
 class TrainStep(nn.Module):
@@ -136,30 +184,40 @@ class TrainStep(nn.Module):
         self.drafter = drafter
         self.frozen = (embedding, teacher)  # in a tuple: neither parameters nor buffers of this module
         self.depths, self.loss = depths, loss
-        self.depth_weights = [decay**depth for depth in range(depths)]
+        weights = [decay**depth for depth in range(depths)]
+        self.depth_weights = torch.tensor(weights, dtype=torch.float64).to(embedding.device)
+
+    def prepare(self, batch):
+        """(Layout, Labels) of a batch on the device: all integers of a step, so that the step asks the device
+        for none. The batch is best on the CPU still; else this waits for its mask."""
+        embedding, teacher = self.frozen
+        device, bounds = embedding.device, batch["bounds"]
+        rows, supervised = supervised_rows(batch["loss_mask"].cpu(), bounds, self.depths)
+        if not len(rows):  # one that learns nothing, as kernels take no empty tensors
+            rows, supervised = torch.tensor([0]), torch.zeros(self.depths, 1, dtype=torch.bool)
+        likeliest = teacher.row_of[batch["target_argmax"].cpu()]  # [N] the draft row of the target's choice
+        chosen_at = teacher_rows(rows, self.depths, len(likeliest))  # [K, R]
+        counted = supervised & (likeliest[chosen_at] >= 0)  # [K, R]
+        size = chunk_rows(device, teacher.buffer.dtype, teacher.buffer.columns, self.depths)
+        return lay_out(rows, bounds, self.depths, device), cut_labels(counted, chosen_at, likeliest, size,
+                                                                      device)
 
     def forward(self, batch, scale):
         """scale: what the rows' losses are multiplied by (processes / supervised labels of the optimizer
-        step).
+        step). A batch without `prepared` is prepared here.
 
         Returns (loss, float32 [depths] unweighted sums of the rows' losses, int64 [depths] rows that count).
         """
         embedding, teacher = self.frozen
-        rows, supervised = supervised_rows(batch["loss_mask"], batch["bounds"], self.depths)
-        hidden = ttt_hidden(self.drafter, embedding, batch, rows, self.depths)
-        hidden = rms_norm(hidden, self.drafter.norm)  # [K, R, H]
-        likeliest = teacher.row_of[batch["target_argmax"]]  # [N] the draft row of the target's choice
-        chosen_at = teacher_rows(rows, self.depths, len(likeliest))  # [K, R]
-        counted = supervised & (likeliest[chosen_at] >= 0)  # [K, R]
-        depth, row = counted.nonzero(as_tuple=True)
-        labels = Labels(depth, row, chosen_at[depth, row], counted.sum(1).tolist())
-        weights = [weight * scale for weight in self.depth_weights]
+        layout, labels = batch["prepared"] if "prepared" in batch else self.prepare(batch)
+        hidden = normed(ttt_hidden(self.drafter, embedding, batch, layout), self.drafter.norm)  # [K, R, H]
+        weights = (self.depth_weights * scale).float()
         head = self.drafter.lm_head.weight
         if not torch.is_grad_enabled():
             head = head.detach()  # else its gradient would be computed all the same
         given = tuple(batch[name] for name in teacher.reads)
-        loss, sums = HeadLoss.apply(hidden, head, given, likeliest, teacher, labels, weights, self.loss)
-        return loss, sums, torch.tensor(labels.counts)
+        loss, sums = HeadLoss.apply(hidden, head, given, teacher, labels, weights, self.loss)
+        return loss, sums, labels.counts
 
 
 class HeadLoss(torch.autograd.Function):
@@ -179,9 +237,9 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, given, likeliest, teacher, labels, depth_weights, kind):
-        """hidden [K, R, H], weight [D, H]; given: tensors [N, ...] that the teacher reads; likeliest: int64
-        [N] draft rows of the target's choices; labels: Labels; depth_weights: a list of K.
+    def forward(ctx, hidden, weight, given, teacher, labels, by_depth, kind):
+        """hidden [K, R, H], weight [D, H]; given: tensors [N, ...] that the teacher reads; labels: Labels;
+        by_depth: float32 [K] weights of the depths.
 
         Returns (the weighted sum of the labels' losses, float32 [K] their unweighted sums).
         """
@@ -190,34 +248,29 @@ class HeadLoss(torch.autograd.Function):
         if weight.dtype != dtype:
             weight_cast = teacher.buffer("lm_head", *weight.shape).copy_(weight)
         states = hidden.flatten(0, 1)  # [K * R, H]
-        places = labels.depth * hidden.shape[1] + labels.row  # [M] rows of these
-        by_depth = torch.tensor(depth_weights, dtype=torch.float32, device=hidden.device)  # [K]
-        losses = torch.zeros(len(places), device=hidden.device)
-        taught_by = torch.unique(labels.teacher_row)
+        losses = torch.zeros(len(labels.place), device=hidden.device)
         grad_states = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_states = torch.zeros_like(states)
         if ctx.needs_input_grad[1]:  # float32 also where FSDP hands over weights in bfloat16
-            make = torch.empty_like if len(taught_by) else torch.zeros_like
+            make = torch.empty_like if labels.chunks else torch.zeros_like
             grad_weight = make(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        size = max(1, CHUNK_BYTES // (dtype.itemsize * len(weight) * len(hidden)))
         with torch.autocast(hidden.device.type, enabled=False):
-            for first in range(0, len(taught_by), size):
-                rows = taught_by[first : first + size]  # [c]
-                inside = (labels.teacher_row >= rows[0]) & (labels.teacher_row <= rows[-1])
-                inside = inside.nonzero()[:, 0]  # [m]
-                h = states.index_select(0, places[inside]).to(dtype)  # [m, H]
-                own = torch.searchsorted(rows, labels.teacher_row[inside])  # [m] among `rows`
-                p, share = teacher.probabilities([part[rows] for part in given], likeliest[rows])
-                losses[inside], grad = _losses(h, weight_cast, p, share, own, likeliest[rows], teacher, kind)
+            for a, b, first, last in labels.chunks:
+                rows, likeliest = labels.taught_by[first:last], labels.likeliest[first:last]  # [c]
+                place, own = labels.place[a:b], labels.own[a:b]  # [m]
+                h = states.index_select(0, place).to(dtype)  # [m, H]
+                p, share = teacher.probabilities([part[rows] for part in given], likeliest)
+                found, grad = _losses(h, weight_cast, p, share, own, likeliest, teacher, kind)
+                losses.index_copy_(0, labels.order[a:b], found)
                 if grad_states is None:
                     continue
-                factor = by_depth[labels.depth[inside]][:, None]
+                factor = by_depth[labels.depth[a:b]][:, None]
                 grad_h = (grad @ weight_cast) * factor  # [m, H]
-                grad_states.index_copy_(0, places[inside], grad_h.to(hidden.dtype))
+                grad_states.index_copy_(0, place, grad_h.to(hidden.dtype))
                 if grad_weight is not None:
                     _add_product(grad_weight, grad, h.mul_(factor), first == 0)
-        sums = torch.stack([part.sum() for part in losses.split(labels.counts)])
+        sums = torch.stack([part.sum() for part in losses.split(labels.sizes)])
         if grad_states is not None:
             grad_states = grad_states.view(hidden.shape)
         if grad_weight is not None:
@@ -230,11 +283,12 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, grad_loss, _):
         grad_hidden, grad_weight = ctx.grads
         del ctx.grads  # the last reference but autograd's own, which then need not copy the gradient
-        if grad_loss.is_cuda or grad_loss != 1:  # a pass over the weight saved, where asking does not stall
+        # a pass over the weight saved, where asking does not wait
+        if fuses(grad_loss.device) or grad_loss != 1:
             grad_hidden = grad_hidden * grad_loss
             if grad_weight is not None:
                 grad_weight.mul_(grad_loss)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _losses(h, weight, p, share, own, likeliest, teacher, kind):
@@ -243,20 +297,25 @@ def _losses(h, weight, p, share, own, likeliest, teacher, kind):
     p [c, D], share: as a teacher's `probabilities` returns them; own: int64 [m] which rows of them are a
     state's; likeliest: int64 [c] draft rows of the target's choices.
     """
+    fused = fuses(h.device)
+    piece = DEVICE_PIECE if fused else PIECE
     mean_row = p @ weight  # [c, H]: p . logits is a product of width H with it
     losses = torch.empty(len(h), device=h.device)
     grads = teacher.buffer("drafter", len(h))
-    for first in range(0, len(h), PIECE):
-        part = slice(first, first + PIECE)
+    for first in range(0, len(h), piece):
+        part = slice(first, first + piece)
         rows = own[part]  # [n]
         logits = torch.mm(h[part], weight.T, out=teacher.buffer("logits", len(rows)))  # [n, D]
         q = torch.softmax(logits, -1, out=grads[part])  # the drafter's distribution, then the gradient
         expected = (mean_row[rows].float() * h[part].float()).sum(-1, keepdim=True)  # [n, 1]
         cross_entropy = log_total(logits, q, likeliest[rows]) - expected  # [n, 1]
-        if kind == "kl":
+        if kind == "kl" and fused:
+            q.sub_(p[rows])
+        elif kind == "kl":
             numbers = rows.tolist()
             for a, b in stretches(numbers):  # views of p, not a copy
                 q[a:b].sub_(p[numbers[a] : numbers[a] + b - a])
+        if kind == "kl":
             losses[part] = cross_entropy[:, 0]
         else:
             whole = p[rows] if share is None else p[rows] * share[rows].to(p.dtype)
@@ -283,7 +342,7 @@ def _acceptance_loss(p, whole, q, cross_entropy, scratch):
 def _add_product(total, left, right, first):
     """Add left.T @ right to `total` [D, H], or write it there if it is the first, in blocks that stay in the
     cache."""
-    rows = len(total) if total.is_cuda else max(256, BLOCK // total.shape[1])
+    rows = len(total) if fuses(total.device) else max(256, BLOCK // total.shape[1])
     for start in range(0, len(total), rows):
         product = left[:, start : start + rows].T @ right
         block = total[start : start + rows]
@@ -295,22 +354,25 @@ def _add_product(total, left, right, first):
 
 @torch.no_grad()
 def draft_hits(drafter, embedding, batch, map_rows, depths):
-    """Where the drafter's choice is the target's: (rows int64 [R], hits bool [depths, R]).
+    """Where the drafter's choice is the target's, on the CPU: (rows int64 [R], hits bool [depths, R]).
 
     hits[k, i]: the drafter's greedy choice at depth k of row t = rows[i] equals target_argmax[t+k+1]. A
     target token outside the draft vocabulary is a miss. map_rows: int64 [D] target ids, None for the full
     vocabulary.
     """
-    rows, supervised = supervised_rows(batch["loss_mask"], batch["bounds"], depths)
-    hidden = rms_norm(ttt_hidden(drafter, embedding, batch, rows, depths), drafter.norm)  # [K, R, H]
+    device, chosen = embedding.device, batch["target_argmax"].cpu()
+    rows, supervised = supervised_rows(batch["loss_mask"].cpu(), batch["bounds"], depths)
+    if not len(rows):
+        return rows, supervised
+    layout = lay_out(rows, batch["bounds"], depths, device)
+    hidden = normed(ttt_hidden(drafter, embedding, batch, layout), drafter.norm)  # [K, R, H]
     weight = drafter.lm_head.weight.to(hidden.dtype)
-    size = max(1, CHUNK_BYTES // (4 * len(weight)))
+    size = chunk_rows(device, torch.float32, len(weight), 1)
     choices = [(part @ weight.T).max(-1).indices for part in hidden.flatten(0, 1).split(size)]
     choice = torch.cat(choices).view(supervised.shape)  # [K, R]
     if map_rows is not None:
         choice = map_rows[choice]
-    chosen = batch["target_argmax"]
-    return rows, supervised & (choice == chosen[teacher_rows(rows, depths, len(chosen))])
+    return rows, supervised & (choice.cpu() == chosen[teacher_rows(rows, depths, len(chosen))])
 
 
 def simulate(loss_mask, bounds, rows, hits):

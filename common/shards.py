@@ -97,6 +97,29 @@ def store_states(states, parts, dtype):
     return (split / scale[:, :, None]).flatten(1).to(dtype), scale
 
 
+def widen(tensors):
+    """Turn float8 states in a dict of tensors [T, ...] into bfloat16, on their device; their scales go."""
+    for name in SCALES.keys() & tensors.keys():
+        if tensors[name].dtype == torch.float8_e4m3fn:
+            scale = tensors.pop(SCALES[name])  # [T, parts]
+            split = tensors[name].float().unflatten(1, (scale.shape[1], -1))  # [T, parts, H]
+            tensors[name] = split.mul_(scale[:, :, None]).flatten(1).bfloat16()
+
+
+def broken_rows(tensors, used):
+    """{name: bool [T]} of states and log-probabilities in a dict of tensors [T, ...]: the rows that nothing
+    can be learnt from, as they hold NaN or infinity; of the lm_head's input only where `used` (bool [T])."""
+    found = {}
+    for name in SCALES.keys() & tensors.keys():
+        largest = torch.linalg.vector_norm(tensors[name], torch.inf, dim=1)  # NaN where a row holds one
+        found[name] = ~largest.isfinite()
+    if "last_hidden_state" in found:
+        found["last_hidden_state"] &= used
+    if "teacher_logprobs" in tensors:  # minus infinity is the end of a short list
+        found["teacher_logprobs"] = tensors["teacher_logprobs"].isnan().any(1)
+    return found
+
+
 class Shards:
     """A folder of shards: the manifest, an index of the samples, and their tensors read on demand.
 
@@ -234,12 +257,20 @@ class Shards:
         """bool [S]: samples set aside at extraction."""
         return self.index[:, 3].astype(bool)
 
-    def sample(self, number, names=None):
+    def where(self, number):
+        """Where sample `number` lies, in words."""
+        shard, first, length = (int(value) for value in self.index[number, :3])
+        path = self.folder / self.entries[shard]["file"]
+        return f"{path}, rows {first}..{first + length - 1} (sample {number})"
+
+    def sample(self, number, names=None, raw=False):
         """dict of the named tensors of sample `number`, default all that are stored: each [T, ...] as stored.
 
         float8 states come as bfloat16, with their scale. teacher_ids, int32 [T, C], is -1 in rows that have
         no teacher. Raises UserError for ids that the target does not have, and for states that are not finite
-        where they are used: of the lm_head's input only the rows that predict a supervised token.
+        where they are used: of the lm_head's input only the rows that predict a supervised token. With raw,
+        float8 states stay so and their scales come, too; nothing of them is read and looked at yet (`widen`,
+        `broken_rows`).
         """
         names = names or ("input_ids", "loss_mask", *self.manifest["stored"])
         shard, first, length = (int(value) for value in self.index[number, :3])
@@ -248,9 +279,7 @@ class Shards:
         tensors = {name: file.get_slice(name)[rows] for name in names if name not in TEACHER}
         for name in SCALES.keys() & tensors.keys():
             if tensors[name].dtype == torch.float8_e4m3fn:
-                scale = file.get_slice(SCALES[name])[rows]  # [T, parts]
-                split = tensors[name].float().unflatten(1, (scale.shape[1], -1))  # [T, parts, H]
-                tensors[name] = (split * scale[:, :, None]).flatten(1).bfloat16()
+                tensors[SCALES[name]] = file.get_slice(SCALES[name])[rows]
         if "teacher_ids" in names:
             at = self.teacher_rows[shard]
             low, high = np.searchsorted(at, [first, first + length])
@@ -258,27 +287,32 @@ class Shards:
             for name, empty in (("teacher_ids", -1), ("teacher_logprobs", -torch.inf)):
                 found = file.get_slice(name)[low:high]
                 tensors[name] = found.new_full((length, found.shape[1]), empty).index_copy_(0, own, found)
-        path = self.folder / self.entries[shard]["file"]
-        self._check(tensors, f"{path}, rows {first}..{first + length - 1} (sample {number})")
+        self._check_ids(tensors, number)
+        if raw:
+            return tensors
+        widen(tensors)
+        used = torch.ones(length, dtype=torch.bool)
+        if "loss_mask" in tensors:
+            used = torch.cat([tensors["loss_mask"][1:] == 1, torch.tensor([False])])
+        for name, broken in broken_rows(tensors, used).items():
+            if broken.any():
+                self.refuse(number, name)
         return tensors
 
-    def _check(self, tensors, where):
+    def refuse(self, number, name):
+        """Raises UserError: the named tensor of sample `number` has broken rows."""
+        found = "NaN" if name in TEACHER else "NaN or infinity"
+        raise UserError(f"{self.where(number)}: {name} holds {found}; extract it again")
+
+    def _check_ids(self, tensors, number):
         size = self.manifest["target"]["vocab_size"]
         for name in {"input_ids", "target_argmax", "teacher_ids"} & tensors.keys():
             low, high = tensors[name].aminmax()
             least = -1 if name == "teacher_ids" else 0
             if low < least or high >= size:
                 found = int(low if low < least else high)
-                raise UserError(f"{where}: {name} holds {found}, the target's ids are 0..{size - 1}; extract "
-                                "it again")
-        for name in SCALES.keys() & tensors.keys():
-            used = tensors[name]
-            if name == "last_hidden_state" and "loss_mask" in tensors:
-                used = used[:-1][tensors["loss_mask"][1:] == 1]
-            if not used.isfinite().all():
-                raise UserError(f"{where}: {name} holds NaN or infinity; extract it again")
-        if "teacher_logprobs" in tensors and tensors["teacher_logprobs"].isnan().any():
-            raise UserError(f"{where}: teacher_logprobs holds NaN; extract it again")
+                raise UserError(f"{self.where(number)}: {name} holds {found}, the target's ids are "
+                                f"0..{size - 1}; extract it again")
 
     def supervised(self):
         """The supervised tokens, shard by shard: (ids int32 [n], held out bool [n], source int32 [n]).

@@ -10,44 +10,74 @@ aux_hidden_states [N, 3H], last_hidden_state [N, H], target_argmax int64 [N], bo
 rows bounds[i]..bounds[i+1]).
 """
 
-import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-PIECE = 512  # queries at a time where there is no flash kernel
+from common.shards import widen
+
+BLOCK = 128  # rows and columns of FlexAttention's blocks
 
 
-def make_batch(samples, device="cpu"):
-    """Pack samples (dicts as Shards.sample returns them) into one batch on `device`."""
+def fuses(device):
+    """Whether `device` has few big kernels (FlexAttention) or, as a CPU, many that stay in its cache."""
+    return torch.device(device).type != "cpu"
+
+
+def on_cuda(device):
+    return torch.device(device).type == "cuda"
+
+
+def ship(tensor, device):
+    """A CPU tensor on `device`; to CUDA from pinned memory, so that nobody waits for the copy."""
+    if on_cuda(device) and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def make_batch(samples, device="cpu", prepare=None, spread=map):
+    """Pack samples (dicts as Shards.sample returns them, raw or not) into one batch on `device`.
+
+    prepare: what makes batch["prepared"] of the batch while it is on the CPU (TrainStep.prepare), default
+    none. spread: a `map` that the copies are made with, perhaps by threads: raw samples are read then.
+    """
     bounds = [0]
     for sample in samples:
         bounds.append(bounds[-1] + len(sample["input_ids"]))
-    batch = {}
-    for name in samples[0]:
-        batch[name] = torch.cat([sample[name] for sample in samples]).to(device, non_blocking=True)
+    batch, copies = {}, []
+    for name, part in samples[0].items():
+        batch[name] = torch.empty(bounds[-1], *part.shape[1:], dtype=part.dtype, pin_memory=on_cuda(device))
+        copies += zip(batch[name].split(np.diff(bounds).tolist()), (sample[name] for sample in samples),
+                      strict=True)
+    for _ in spread(lambda copy: copy[0].copy_(copy[1]), copies):
+        pass  # what a thread raises is raised here
     batch["input_ids"] = batch["input_ids"].long()
     batch["target_argmax"] = batch["target_argmax"].long()
     batch["loss_mask"] = batch["loss_mask"].bool()
     batch["bounds"] = bounds
-    return batch
+    prepared = {"prepared": prepare(batch)} if prepare else {}
+    batch = {name: ship(value, device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    widen(batch)
+    return batch | prepared
 
 
 def supervised_rows(loss_mask, bounds, depths):
     """Which rows are needed, and at which depth their label is supervised.
 
-    loss_mask: bool [N]. Returns (rows int64 [R] ascending, supervised bool [depths, R]): supervised[k, i]
-    says that the label x[t+k+2] of row t = rows[i] exists in the same document and is supervised.
+    loss_mask: bool [N] on the CPU. Returns there (rows int64 [R] ascending, supervised bool [depths, R]):
+    supervised[k, i] says that the label x[t+k+2] of row t = rows[i] exists in the same document and is
+    supervised.
     """
-    device = loss_mask.device
-    ends = torch.tensor(bounds, device=device)
+    ends = torch.tensor(bounds)
     end = torch.repeat_interleave(ends[1:], ends.diff())  # [N] where each row's document ends
-    shift = torch.arange(2, depths + 2, device=device)[:, None]
-    label = torch.arange(len(loss_mask), device=device) + shift  # [depths, N]
+    label = torch.arange(len(loss_mask)) + torch.arange(2, depths + 2)[:, None]  # [depths, N]
     supervised = (label < end) & loss_mask[label.clamp(max=len(loss_mask) - 1)]
     rows = supervised.any(0).nonzero()[:, 0]
     return rows, supervised[:, rows]
@@ -59,7 +89,68 @@ def teacher_rows(rows, depths, count):
 
     Behind the last of `count` rows, where nothing is supervised, that is the last.
     """
-    return (rows + torch.arange(1, depths + 1, device=rows.device)[:, None]).clamp(max=count - 1)
+    return (rows + torch.arange(1, depths + 1)[:, None]).clamp(max=count - 1)
+
+
+@dataclass
+class Layout:
+    """The rows of a batch that are computed, and what they see: made on the CPU, once a batch."""
+
+    depths: int
+    rows: torch.Tensor  # int64 [R] ascending, on the device
+    position: torch.Tensor  # int64 [N] of a row within its document, on the device
+    places: list  # on a CPU: as query_places returns them
+    masks: list  # elsewhere: a BlockMask for each depth
+
+
+def lay_out(rows, bounds, depths, device):
+    """The Layout on `device` of `rows` (int64 [R] ascending, on the CPU) in documents with `bounds`."""
+    starts = torch.tensor(bounds)
+    position = torch.arange(bounds[-1]) - torch.repeat_interleave(starts[:-1], starts.diff())
+    places, masks = [], []
+    if fuses(device):
+        masks = block_masks(rows, bounds, depths, device)
+    else:
+        places = query_places(rows.tolist(), bounds)
+    return Layout(depths, ship(rows, device), ship(position, device), places, masks)
+
+
+def block_masks(rows, bounds, depths, device):
+    """For each depth, the BlockMask of R queries over the columns that `join` makes: the depth-0 rows, then
+    for each later depth the queries' own keys, each part filled up to whole blocks.
+
+    Of own keys a block of queries sees one block a depth; of depth 0 it sees those up to its last row, from
+    where its first row's document begins, wholly where this holds for all its rows.
+    """
+    starts = torch.tensor(bounds)
+    first = starts[torch.bucketize(rows, starts[1:], right=True)]  # [R] where each row's document begins
+    tops = torch.arange(0, len(rows), BLOCK)  # [blocks of queries]
+    ends = (tops + BLOCK - 1).clamp(max=len(rows) - 1)
+    begins = torch.arange(0, bounds[-1], BLOCK)  # [blocks of columns]
+    some = (begins + BLOCK > first[tops][:, None]) & (begins <= rows[ends][:, None])
+    whole = (begins >= first[ends][:, None]) & (begins + BLOCK <= rows[tops][:, None] + 1)
+    own = torch.eye(len(tops), dtype=torch.bool)
+    # Of a column, the row of depth 0, or -1 - the query that it belongs to.
+    columns = torch.cat([torch.arange(len(begins) * BLOCK),
+                         (-1 - torch.arange(len(tops) * BLOCK)).repeat(depths - 1)])
+    first, last, columns = (ship(part.int(), device) for part in (first, rows, columns))
+
+    def sees(_, head, query, column):
+        column = columns[column]
+        return ((column >= first[query]) & (column <= last[query])) | (column == -1 - query)
+
+    masks = []
+    for depth in range(depths):
+        partly = torch.cat([some & ~whole, *[own] * depth], 1)
+        wholly = F.pad(whole, (0, depth * len(tops)))
+        blocks = {}
+        for name, table in (("kv", partly), ("full_kv", wholly), ("q", partly.T), ("full_q", wholly.T)):
+            order = torch.argsort(table.int(), descending=True, stable=True)
+            blocks[f"{name}_num_blocks"] = ship(table.sum(1, dtype=torch.int32)[None, None], device)
+            blocks[f"{name}_indices"] = ship(order.int()[None, None], device)
+        masks.append(BlockMask((len(rows), partly.shape[1] * BLOCK), BLOCK_SIZE=(BLOCK, BLOCK),
+                               mask_mod=sees, **blocks))
+    return masks
 
 
 @dataclass
@@ -83,23 +174,20 @@ def cast_weights(drafter, dtype):
     return Weights(fc, for_token, for_hidden, output, gate_up, down)
 
 
-def ttt_hidden(drafter, embedding, batch, rows, depths):
-    """The drafter's outputs before norm, [depths, R, H], for `rows` (int64 [R] ascending) of a batch.
+def ttt_hidden(drafter, embedding, batch, layout):
+    """The drafter's outputs before norm for the rows of a Layout of a batch: a list of [R, H], one a depth.
 
     embedding: the target's raw table [V, H]. Depth 0 makes keys and values for every row of the batch;
-    everything else is computed for `rows` only. The result is in autocast's dtype where that is on, else in
-    that of the weights.
+    everything else is computed for the layout's rows only. The result is in autocast's dtype where that is
+    on, else in that of the weights.
     """
-    ids, bounds = batch["input_ids"], batch["bounds"]
+    ids, rows = batch["input_ids"], layout.rows
     count, device = len(ids), ids.device
     dtype = drafter.norm.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     with torch.autocast(device.type, enabled=False):
         weights = cast_weights(drafter, dtype)
-        starts = torch.tensor(bounds, device=device)
-        every = torch.arange(count, device=device)
-        position = every - torch.repeat_interleave(starts[:-1], starts.diff())  # [N] within its document
         # What a token adds to q, k and v is the same at every depth that it is the input of.
         embedded = rms_norm(embedding[ids].to(dtype), drafter.midlayer["input_layernorm"])
         tokens = F.linear(embedded, weights.for_token)  # [N, (heads + 2 kv) d]
@@ -108,27 +196,40 @@ def ttt_hidden(drafter, embedding, batch, rows, depths):
             return tokens.index_select(0, rows.clamp(max=count - 1))
 
         states = F.linear(batch["aux_hidden_states"].to(dtype), weights.fc)  # [N, H]
-        queries, keys, values = project(drafter, weights, inputs(every + 1), states, position)
-        queries, hidden, position = (x.index_select(0, rows) for x in (queries, states, position))  # [R, ...]
-        places = query_places(rows.tolist(), bounds)
-        own, outputs = [], []
-        for depth in range(depths):
+        following = torch.arange(1, count + 1, device=device)
+        queries, keys, values = project(drafter, weights, inputs(following), states, layout.position)
+        queries, hidden, position = (x.index_select(0, rows) for x in (queries, states, layout.position))
+        latest, seen, outputs = (keys, values), (), []
+        for depth in range(layout.depths):
             if depth:
-                queries, own_keys, own_values = project(drafter, weights, inputs(rows + 1 + depth), hidden,
-                                                        position + depth)
-                own += [own_keys, own_values]
-            attended = Attention.apply(queries, keys, values, places, *own).flatten(1)  # [R, heads * d]
-            hidden = torch.addmm(hidden, attended, weights.output.T)
+                queries, *latest = project(drafter, weights, inputs(rows + 1 + depth), hidden,
+                                           position + depth)
+            if layout.masks:
+                seen = join(seen, latest)
+                attended = fused_attention(queries, *seen, layout.masks[depth])
+            else:
+                seen = (*seen, *latest)
+                attended = Attention.apply(queries, layout.places, *seen)
+            hidden = torch.addmm(hidden, attended.flatten(1), weights.output.T)
             if drafter.recompute:
                 hidden = checkpoint(feed_forward, drafter, weights, hidden, use_reentrant=False)
             else:
                 hidden = feed_forward(drafter, weights, hidden)
             outputs.append(hidden)
-        return torch.stack(outputs)
+        return outputs
+
+
+def normed(outputs, norm):
+    """norm of outputs as ttt_hidden returns them, [depths, R, H]; on a device depth after depth, as float32
+    copies of all at once would be the largest tensors of a step."""
+    if fuses(outputs[0].device):
+        return torch.stack([rms_norm(output, norm) for output in outputs])
+    return rms_norm(torch.stack(outputs), norm)
 
 
 def project(drafter, weights, tokens, hidden, positions):
-    """q, k, v [R, heads, d] of rows with states [R, H]; keys and values are repeated for their heads.
+    """q, k, v [R, heads, d] of rows with states [R, H]; on a CPU keys and values are repeated for their
+    heads, elsewhere they are [R, kv, d].
 
     tokens: [R, (heads + 2 kv) d], what the rows' input tokens add.
     """
@@ -136,7 +237,7 @@ def project(drafter, weights, tokens, hidden, positions):
     x = torch.addmm(tokens, rms_norm(hidden, drafter.midlayer["hidden_norm"]), weights.for_hidden.T)
     rotated, v = x.unflatten(1, (-1, drafter.head_dim)).split([heads + kv_heads, kv_heads], 1)
     q, k = drafter.rotate(rotated, positions).split([heads, kv_heads], 1)
-    if kv_heads < heads:
+    if kv_heads < heads and not fuses(hidden.device):
         k, v = (states.repeat_interleave(heads // kv_heads, 1) for states in (k, v))
     return q, k, v
 
@@ -176,13 +277,13 @@ class Attention(torch.autograd.Function):
     The keys fall into blocks: the depth-0 rows before a stretch of queries, those of the stretch (causal),
     and the row's own keys, one a depth. Blocks are merged by their log-sum-exps. A block's gradient is that
     of attention to the block alone with the merged output and log-sum-exp in place of its own (as in ring
-    attention, arXiv 2310.01889), so that a flash kernel serves in both directions.
+    attention, arXiv 2310.01889), so that the CPU's flash kernel serves in both directions.
     """
 
     @staticmethod
-    def forward(ctx, queries, keys, values, places, *own):
-        """queries [R, heads, d]; keys, values [N, heads, d] of depth 0; own: k, v, k, v, ... [R, heads, d] of
-        depths 1, 2, ...; places: as query_places returns them. Returns [R, heads, d].
+    def forward(ctx, queries, places, keys, values, *own):
+        """queries [R, heads, d]; places: as query_places returns them; keys, values [N, heads, d] of depth 0;
+        own: k, v, k, v, ... [R, heads, d] of depths 1, 2, .... Returns [R, heads, d].
         """
         scale = queries.shape[-1] ** -0.5
         out = torch.empty_like(queries)
@@ -226,7 +327,7 @@ class Attention(torch.autograd.Function):
             by_score = (weight * (by_weight - drift) * scale).to(queries.dtype)[..., None]
             grad_queries += by_score * k
             grad_own += [by_score * queries, weight.to(queries.dtype)[..., None] * grad]
-        return grad_queries, grad_keys, grad_values, None, *grad_own
+        return grad_queries, None, grad_keys, grad_values, *grad_own
 
 
 def _wide(dtype):
@@ -243,63 +344,41 @@ def _merge(parts):
     return sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True)), merged
 
 
-def _flash(q):
-    return q.device.type == "cpu"
-
-
 def _block(q, k, v, causal):
     """(output [n, heads, d], log-sum-exp [n, heads]) of queries [n, heads, d] and one block [t, heads, d]."""
-    if _flash(q):
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return out[0].transpose(0, 1), total[0].T
-    outs, totals = [], []
-    for first, last, end in _pieces(len(q), len(k), causal):
-        scores = _scores(q, k, first, last, end, causal)  # [heads, piece, end]
-        total = scores.logsumexp(-1, keepdim=True)
-        weights = scores.sub_(total).exp_().to(v.dtype)
-        outs.append((weights @ v[:end].transpose(0, 1)).transpose(0, 1))
-        totals.append(total[..., 0].T)
-    return torch.cat(outs), torch.cat(totals)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out[0].transpose(0, 1), total[0].T
 
 
 def _block_backward(grad, q, out, total, k, v, causal):
     """Gradients by q, k, v of one block, with the merged output and log-sum-exp of all blocks."""
-    if _flash(q):
-        grad, q, out, k, v = (x.transpose(0, 1)[None] for x in (grad, q, out, k, v))
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return [x[0].transpose(0, 1) for x in backward(grad, q, k, v, out, total.T[None], 0.0, causal)]
-    scale = q.shape[-1] ** -0.5
-    drift = (grad * out).sum(-1, dtype=total.dtype)  # [n, heads]
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for first, last, end in _pieces(len(q), len(k), causal):
-        g, queries = grad[first:last].transpose(0, 1), q[first:last].transpose(0, 1)  # [heads, piece, d]
-        weights = _scores(q, k, first, last, end, causal).sub_(total[first:last].T[..., None]).exp_()
-        by_weight = (g @ v[:end].permute(1, 2, 0)).to(weights.dtype)  # [heads, piece, end]
-        by_score = (by_weight.sub_(drift[first:last].T[..., None]) * weights * scale).to(q.dtype)
-        grad_q[first:last] = (by_score @ k[:end].transpose(0, 1)).transpose(0, 1)
-        grad_k[:end] += (by_score.transpose(1, 2) @ queries).transpose(0, 1)
-        grad_v[:end] += (weights.to(q.dtype).transpose(1, 2) @ g).transpose(0, 1)
-    return grad_q, grad_k, grad_v
+    grad, q, out, k, v = (x.transpose(0, 1)[None] for x in (grad, q, out, k, v))
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return [x[0].transpose(0, 1) for x in backward(grad, q, k, v, out, total.T[None], 0.0, causal)]
 
 
-def _pieces(queries, keys, causal):
-    """(first, last, end) for every PIECE: queries first..last see keys 0..end."""
-    pieces = []
-    for first in range(0, queries, PIECE):
-        last = min(first + PIECE, queries)
-        pieces.append((first, last, last if causal else keys))
-    return pieces
+@cache
+def _flex():
+    return torch.compile(flex_attention, dynamic=True)
 
 
-def _scores(q, k, first, last, end, causal):
-    """[heads, last - first, end] of queries first..last and keys 0..end."""
-    products = q[first:last].transpose(0, 1) @ k[:end].permute(1, 2, 0)
-    scores = products.to(_wide(q.dtype)) * q.shape[-1] ** -0.5
-    if causal:
-        later = torch.ones(last - first, last - first, dtype=torch.bool, device=q.device).triu(1)
-        scores[..., first:].masked_fill_(later, -math.inf)
-    return scores
+def join(seen, latest):
+    """(keys, values) that fused_attention reads: those of `seen`, () at depth 0, with `latest`, each
+    [n, kv, d], behind them, which are filled up to whole blocks."""
+    latest = [F.pad(part, (0, 0, 0, 0, 0, -len(part) % BLOCK)) for part in latest]
+    return [torch.cat(both) for both in zip(seen, latest, strict=True)] if seen else latest
+
+
+def fused_attention(queries, keys, values, mask):
+    """What Attention computes, as one kernel, whose scores stay in float32 up to the softmax.
+
+    queries [R, heads, d]; keys, values [columns, kv, d] as `join` makes them; mask: the depth's of
+    block_masks. Returns [R, heads, d].
+    """
+    grouped = queries.shape[1] != keys.shape[1]
+    q, k, v = (part.transpose(0, 1)[None] for part in (queries, keys, values))
+    return _flex()(q, k, v, block_mask=mask, enable_gqa=grouped)[0].transpose(0, 1)
 
 
 def rms_norm(x, norm):

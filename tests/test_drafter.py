@@ -19,7 +19,7 @@ from common.drafter import (
     save_drafter,
 )
 from common.target import open_target
-from common.ttt import make_batch, ttt_hidden
+from common.ttt import lay_out, make_batch, ttt_hidden
 from tests import reference, tiny
 from tests.scripts import EXACT, call
 
@@ -127,7 +127,8 @@ def test_drafting_past_the_training_length(tmp_path):
     embedding = open_target(target).embedding().float()
     sample = {"input_ids": ids, "loss_mask": torch.ones(304), "aux_hidden_states": aux, "target_argmax": ids}
     with torch.no_grad():
-        hidden = ttt_hidden(drafter, embedding, make_batch([sample]), torch.tensor([300]), 3)
+        layout = lay_out(torch.tensor([300]), [0, 304], 3, "cpu")
+        hidden = torch.stack(ttt_hidden(drafter, embedding, make_batch([sample]), layout))
         found = drafter.lm_head(drafter.norm(hidden))[:, 0]
     wanted = reference.draft_logits(drafter, embedding, ids, aux, 300, ids[302:304])
     assert torch.allclose(found.double(), wanted, atol=1e-3, rtol=1e-3)

@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from common.drafter import Drafter
-from common.loss import HeadLoss, Labels, Teacher, TrainStep, draft_hits, log_total, simulate
-from common.ttt import make_batch, rms_norm, supervised_rows, ttt_hidden
+from common.loss import HeadLoss, Teacher, TrainStep, cut_labels, draft_hits, log_total, simulate
+from common.ttt import block_masks, lay_out, make_batch, normed, supervised_rows, ttt_hidden
 from tests import reference
 
 V, D, H = 50, 20, 16
@@ -66,27 +67,33 @@ def test_table_of_rows_inputs_labels_and_weights():
     assert [t for t in range(10) if table.get((2, t))] == [0]
 
 
-@pytest.fixture(params=[True, False], ids=["flash", "explicit"])
-def attention(request, monkeypatch):
-    """The CPU's flash kernel, and what devices and dtypes without one use, there in pieces of 3 queries."""
-    monkeypatch.setattr("common.ttt._flash", lambda q: request.param)
-    monkeypatch.setattr("common.ttt.PIECE", 3)
+def use_fused_kernels(monkeypatch):
+    """Those of other devices: FlexAttention, here uncompiled, in blocks of 4 rows."""
+    monkeypatch.setattr("common.ttt.fuses", lambda device: True)
+    monkeypatch.setattr("common.loss.fuses", lambda device: True)
+    monkeypatch.setattr("common.ttt.BLOCK", 4)
+    monkeypatch.setattr("common.ttt._flex", lambda: flex_attention)
+    # it refuses gradients on a CPU only because they are slow there
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["cpu", "fused"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-8), (torch.float32, 1e-3)],
                          ids=["float64", "float32"])
 @pytest.mark.parametrize("shape", [(4, 2, 6), (4, 4, 4), (2, 1, 8)])
-def test_every_depth_equals_step_by_step_drafting(shape, dtype, tolerance, attention):
+def test_every_depth_equals_step_by_step_drafting(shape, dtype, tolerance, fused, monkeypatch):
     """Packed documents, one with three answers, float64 and float32; norms of about 3 show which state is
     normed between steps.
     """
+    if fused:
+        use_fused_kernels(monkeypatch)
     drafter = drafter_of(heads=shape[0], kv_heads=shape[1], head_dim=shape[2], norm=3.0).to(dtype)
     batch = make_batch([sample_of(9, 1), sample_of(34, 2, 3, [(6, 15), (18, 30)]), sample_of(5, 3)])
     depths = 5
     rows, supervised = supervised_rows(batch["loss_mask"], batch["bounds"], depths)
     with torch.no_grad():
-        hidden = ttt_hidden(drafter, EMBEDDING, batch, rows, depths)
-        logits = drafter.lm_head(rms_norm(hidden, drafter.norm))
+        layout = lay_out(rows, batch["bounds"], depths, "cpu")
+        logits = drafter.lm_head(normed(ttt_hidden(drafter, EMBEDDING, batch, layout), drafter.norm))
     compared = 0
     for start, end in zip(batch["bounds"][:-1], batch["bounds"][1:], strict=True):
         ids, aux = batch["input_ids"][start:end], batch["aux_hidden_states"][start:end]
@@ -113,25 +120,63 @@ def slow_loss(drafter, samples, map_rows, depths, decay):
         mask, n = batch["loss_mask"], len(batch["input_ids"])
         labels += int(mask[2:].sum())
         for t in range(n - 1):
-            rows = torch.tensor([t])
-            hidden = ttt_hidden(drafter, EMBEDDING.double(), batch, rows, depths)
+            layout = lay_out(torch.tensor([t]), batch["bounds"], depths, "cpu")
+            hidden = ttt_hidden(drafter, EMBEDDING.double(), batch, layout)
             for k in range(depths):
                 label = t + k + 2
                 if label >= n or not mask[label] or (map_rows is not None
                                                      and batch["target_argmax"][label - 1] not in map_rows):
                     continue
                 p = (head @ batch["last_hidden_state"][label - 1].double()).softmax(-1)
-                log_q = (drafter.lm_head.weight @ drafter.norm(hidden[k, 0])).log_softmax(-1)
+                log_q = (drafter.lm_head.weight @ drafter.norm(hidden[k][0])).log_softmax(-1)
                 total = total - decay**k * (p * log_q).sum()
     return total / labels, labels
 
 
+def test_blocks_hold_what_queries_see(monkeypatch):
+    """No block that a query sees a column of is left out, and whole ones are seen wholly; both ways."""
+    monkeypatch.setattr("common.ttt.BLOCK", 4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        bounds = [0, *torch.randint(1, 20, (4,), generator=generator).cumsum(0).tolist()]
+        rows = (torch.rand(bounds[-1], generator=generator) < 0.6).nonzero()[:, 0]
+        first = [max(bound for bound in bounds[:-1] if bound <= row) for row in rows.tolist()]
+        for depth, mask in enumerate(block_masks(rows, bounds, 4, "cpu")):
+            columns = -(-bounds[-1] // 4) * 4 + depth * -(-len(rows) // 4) * 4
+            assert mask.seq_lengths == (len(rows), columns)
+            seen = torch.zeros(-(-len(rows) // 4) * 4, columns, dtype=torch.bool)
+            for i, row in enumerate(rows.tolist()):
+                seen[i, first[i] : row + 1] = True
+                for earlier in range(depth):
+                    seen[i, columns - (earlier + 1) * -(-len(rows) // 4) * 4 + i] = True
+            place = torch.arange(columns)
+            query = torch.arange(len(rows))[:, None]
+            assert torch.equal(mask.mask_mod(0, 0, query, place), seen[: len(rows)])
+            blocks = seen.unflatten(0, (-1, 4)).unflatten(2, (-1, 4))  # [blocks, 4, blocks, 4]
+            tables = {}
+            for name in ("kv", "full_kv", "q", "full_q"):
+                counts, order = (getattr(mask, f"{name}_{part}")[0, 0] for part in ("num_blocks", "indices"))
+                tables[name] = torch.zeros(order.shape, dtype=torch.bool)
+                for i, number in enumerate(counts.tolist()):
+                    tables[name][i, order[i, :number].long()] = True
+            assert torch.equal(tables["kv"], tables["q"].T)
+            assert torch.equal(tables["full_kv"], tables["full_q"].T)
+            assert not (tables["kv"] & tables["full_kv"]).any()
+            assert not (blocks.any(3).any(1) & ~tables["kv"] & ~tables["full_kv"]).any()
+            last = blocks[-1, : (len(rows) - 1) % 4 + 1]  # the last block of queries may not be full
+            assert not (tables["full_kv"][:-1] & ~blocks[:-1].all(3).all(1)).any()
+            assert not (tables["full_kv"][-1] & ~last.all(2).all(0)).any()
+
+
 @pytest.mark.parametrize("map_rows", [None, MAP], ids=["full", "reduced"])
-def test_loss_and_gradients(map_rows, monkeypatch, attention):
+@pytest.mark.parametrize("fused", [False, True], ids=["cpu", "fused"])
+def test_loss_and_gradients(fused, map_rows, monkeypatch):
     """Chunks of a few rows, packed, against float64 row by row; rows whose target is outside of the map are
     left out.
     """
     monkeypatch.setattr("common.loss.CHUNK_BYTES", 4 * D * 3 * 4)
+    monkeypatch.setattr("common.loss.DEVICE_CHUNK_BYTES", 4 * D * 3 * 4)
+    monkeypatch.setattr("common.loss.DEVICE_PIECE", 5)
     samples, depths, decay = [sample_of(9, 1), sample_of(26, 2, 3, [(6, 15), (18, 23)])], 3, 0.8
     drafter = drafter_of(V if map_rows is None else D)
     teacher = Teacher(LM_HEAD, map_rows, None, 1.0, "cpu", torch.float32)
@@ -139,6 +184,8 @@ def test_loss_and_gradients(map_rows, monkeypatch, attention):
     wanted.backward()
     slow = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
     drafter = drafter_of(V if map_rows is None else D)
+    if fused:
+        use_fused_kernels(monkeypatch)
     loss, _, counted = TrainStep(drafter, EMBEDDING, teacher, depths, decay)(make_batch(samples), 1 / labels)
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
@@ -199,9 +246,12 @@ def test_head_loss_matches_autograd(kind, rows):
     weight = torch.randn(size, 4, dtype=torch.float64, requires_grad=True)
     last, likeliest = torch.randn(6, 4), torch.arange(6) % size
     pairs = [(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 4])), (torch.tensor([0, 2]), torch.tensor([2, 5]))]
-    labels = Labels(torch.tensor([0, 0, 0, 1, 1]), *(torch.cat(part) for part in zip(*pairs, strict=True)),
-                    [3, 2])
-    loss, sums = HeadLoss.apply(hidden, weight, (last,), likeliest, teacher, labels, [1.0, 0.5], kind)
+    counted, chosen_at = torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.int64)
+    for depth, (own, target_rows) in enumerate(pairs):
+        counted[depth, own], chosen_at[depth, own] = True, target_rows
+    labels = cut_labels(counted, chosen_at, likeliest, 2, "cpu")
+    by_depth = torch.tensor([1.0, 0.5])
+    loss, sums = HeadLoss.apply(hidden, weight, (last,), teacher, labels, by_depth, kind)
     loss.backward()
     wanted = []
     for own, target_rows in pairs:
@@ -247,8 +297,8 @@ def test_a_target_outside_the_map_is_a_miss():
     assert len(rows) and not hits.any()
     rows, supervised = supervised_rows(batch["loss_mask"], batch["bounds"], 3)
     with torch.no_grad():
-        choice = MAP[drafter.lm_head(drafter.norm(ttt_hidden(drafter, EMBEDDING, batch, rows,
-                                                             3)))[0].argmax(-1)]
+        hidden = ttt_hidden(drafter, EMBEDDING, batch, lay_out(rows, batch["bounds"], 3, "cpu"))
+        choice = MAP[drafter.lm_head(drafter.norm(hidden[0])).argmax(-1)]
     batch["target_argmax"][rows + 1] = choice
     _, hits = draft_hits(drafter, EMBEDDING, batch, MAP, 3)
     assert torch.equal(hits[0], supervised[0])
