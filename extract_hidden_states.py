@@ -58,6 +58,7 @@ from common.decode import decode, not_applied, random_numbers, sampling_settings
 from common.files import (
     STRAY,
     TEMPORARY,
+    append_sealed,
     check_output_folder,
     lock_folder,
     read_sealed,
@@ -75,11 +76,14 @@ from common.shards import (
     CANDIDATES,
     FORMAT,
     FREE,
+    JOURNAL,
     MANIFEST,
     SCALES,
     STORE,
     TEACHER,
+    Journals,
     acknowledged,
+    add,
     bytes_per_token,
     finished,
     fitting,
@@ -581,7 +585,7 @@ def begin(manifest, begun, plan, args):
             stray.unlink()
     if begun:
         add(manifest, intact(read_manifest(args.out), args))  # read once more: nobody else changes it now
-        remove_read(manifest, args.out)
+        remove_read(manifest["planned"], args.out)
     missing = set(unfinished(plan, finished(manifest)))
     wanted = {answers_name(group) for group in plan.groups if not missing.isdisjoint(group)}
     for path in args.out.glob(ANSWERS.format("*", "*")):
@@ -609,7 +613,7 @@ def intact(begun, args):
     """The entries of the finished blocks whose shards are there, or with --max-disk-gb were read and removed;
     others are named."""
     gone = acknowledged(args.out, begun["planned"])
-    return [entry for entry in finished(begun) + journals(args.out)
+    return [entry for entry in finished(begun)
             if entry["block"] in gone or whole(entry, args)]
 
 
@@ -626,23 +630,8 @@ def whole(entry, args):
     return good
 
 
-def journals(out, run=None):
-    """The entries of all journals, or of those of one `run`; what cannot be read is said, and its blocks are
-    made again."""
-    entries = []
-    for path in sorted(out.glob("journal-*.json")):
-        try:
-            journal = read_sealed(path)
-        except UserError as error:
-            say(f"{error}; what it lists is made again")
-            continue
-        if run in (None, journal["run"]):
-            entries += journal["finished"]
-    return entries
-
-
 def remove_journals(out):
-    for path in out.glob("journal-*.json"):
+    for path in out.glob(JOURNAL.format("*")):
         path.unlink()
 
 
@@ -651,31 +640,10 @@ def unfinished(plan, entries):
     return sorted(set(range(len(plan.blocks))) - {entry["block"] for entry in entries})
 
 
-def add(manifest, entries):
-    """List finished blocks, each once, in order."""
-    found = {entry["block"]: entry for entry in entries + finished(manifest)}
-    entries = [found[block] for block in sorted(found)]
-    manifest["shards"] = [entry for entry in entries if "file" in entry]
-    manifest["empty_blocks"] = [entry for entry in entries if "file" not in entry]
-
-
-def record(manifest, entry, own, out):
-    """A block is finished. own: the entries of this process since it began."""
-    own.append(entry)
-    if RANK != 0:
-        write_sealed(out / f"journal-{RANK}.json", {"run": manifest["run"], "finished": own})
-        return
-    add(manifest, [entry, *journals(out, manifest["run"])])
-    save(manifest, out)
-
-
-def take_over(manifest, out):
-    """Rank 0, while it waits: list what other processes have finished. Training that follows may wait for
-    that very shard."""
-    before = len(finished(manifest))
-    add(manifest, journals(out, manifest["run"]))
-    if len(finished(manifest)) > before:
-        save(manifest, out)
+def record(entry, out):
+    """A block is finished: a line in this process's journal, which costs the same for any number of
+    blocks."""
+    append_sealed(out / JOURNAL.format(RANK), entry)
 
 
 def save(manifest, out):
@@ -694,58 +662,61 @@ def sum_up(manifest):
     return {**total, "skipped": dict(skipped)}
 
 
-def remove_read(manifest, out):
-    """Remove the shards that a training which follows has acknowledged. Returns their blocks, a range."""
-    blocks = acknowledged(out, manifest["planned"])
-    names = set(map(shard_name, blocks))
-    for path in out.glob("shard-*.safetensors"):
-        if path.name in names:
-            path.unlink(missing_ok=True)  # another process may be faster
-    return blocks
+def remove_read(planned, out, since=None):
+    """Remove the shards that a training which follows has acknowledged, from block `since` on, by default
+    all. Returns the first block that it has not."""
+    blocks = acknowledged(out, planned)
+    for block in range(blocks.start if since is None else since, blocks.stop):
+        (out / shard_name(block)).unlink(missing_ok=True)  # another process may be faster
+    return blocks.stop
 
 
-def wait_for_room(manifest, block, out):
-    """With --max-disk-gb: wait until the shards from the first unread one to `block` fit.
+def wait_for_room(manifest, block, read, out):
+    """With --max-disk-gb: wait until the shards from the first unread one to `block` fit. read: what it
+    returned before, the first unread block.
 
     All is decided by planned bytes, so that processes need not ask each other. Raises Failed when the
     training has ended before.
     """
     planned = manifest["planned"]
     if "room" not in planned or block < planned["heldout_blocks"]:
-        return
+        return read
     sizes, spoke = planned["block_bytes"], time.monotonic() - 55  # a short wait needs no words
     while True:
-        read = remove_read(manifest, out)
-        if sum(sizes[read.stop : block + 1]) <= planned["room"]:
-            return
+        read = remove_read(planned, out, read)
+        if sum(sizes[read : block + 1]) <= planned["room"]:
+            return read
         if (out / ACKNOWLEDGED).exists() and read_sealed(out / ACKNOWLEDGED)["finished"]:
-            raise Failed(f"the training that follows has ended with {len(read)} of "
+            raise Failed(f"the training that follows has ended with {read - planned['heldout_blocks']} of "
                          f"{planned['blocks'] - planned['heldout_blocks']} shards read, as its --max-steps "
                          "said; no more are made")
         if time.monotonic() - spoke > 60:
             spoke = time.monotonic()
-            say(f"paused: shards of up to {human_bytes(sum(sizes[read.stop : block]))} wait for "
+            say(f"paused: shards of up to {human_bytes(sum(sizes[read:block]))} wait for "
                 "train_drafter.py --follow to read them")
-        if RANK == 0:
-            take_over(manifest, out)
         time.sleep(0.5)
 
 
 def wait_for_others(manifest, plan, out):
-    """Rank 0, when its blocks are made: list those of the other processes, until all are there."""
-    spoke = time.monotonic()
-    while left := len(unfinished(plan, finished(manifest))):
+    """Rank 0, when its blocks are made: list those of all processes, until all are there."""
+    spoke, journals, entries, read = time.monotonic(), Journals(out), [], None
+    left = set(unfinished(plan, finished(manifest)))
+    while True:
+        new = journals.read()
+        entries += new
+        left.difference_update(entry["block"] for entry in new)
+        read = remove_read(manifest["planned"], out, read)
+        if not left:
+            return add(manifest, entries)
         if time.monotonic() - spoke > 60:
             spoke = time.monotonic()
-            say(f"{left} blocks are still being made by other processes")
+            say(f"{len(left)} blocks are still being made by other processes")
         time.sleep(0.2)
-        take_over(manifest, out)
-        remove_read(manifest, out)
 
 
 def complete(manifest, out):
     if not manifest["shards"]:
-        reasons = count_text(Counter(manifest["done"]["skipped"]))
+        reasons = count_text(Counter(sum_up(manifest)["skipped"]))
         raise UserError(f"none of the samples could be kept ({reasons}); there is nothing to train on")
     manifest["complete"] = True
     del manifest["run"]  # only to tell running commands apart
@@ -952,7 +923,7 @@ def extract(manifest, mine, missing, plan, backend, job):
         progress = Progress(sum(c["samples"] for c in conversations), "answers", "extracting")
     else:
         progress = Progress(sum(c["bound"] for c in conversations), "tokens", "extracting")
-    own, writing = [], None
+    read, writing = None, None
     with ThreadPoolExecutor(1) as writer:
         for group in mine:
             answers = group_answers(backend, group, plan, job, progress) if job.sampling else None
@@ -963,16 +934,16 @@ def extract(manifest, mine, missing, plan, backend, job):
                 samples = add_states(backend, samples, job, skipped, None if answers else progress)
                 if writing:
                     writing.result()  # no more than two blocks are in memory
-                wait_for_room(manifest, block, job.args.out)
-                read = len(plan.blocks[block]) + plan.skipped[block].total()
-                facts = {"block": block, "read": read, "skipped": dict(skipped), "cut": cut}
+                read = wait_for_room(manifest, block, read, job.args.out)
+                lines = len(plan.blocks[block]) + plan.skipped[block].total()
+                facts = {"block": block, "read": lines, "skipped": dict(skipped), "cut": cut}
                 done = job.args.out / answers_name(group) if block == left[-1] else None
-                writing = writer.submit(write, manifest, own, samples, facts, done, job.args.out)
+                writing = writer.submit(write, samples, facts, done, job.args.out)
         writing.result()
     progress.close()
 
 
-def write(manifest, own, samples, facts, done, out):
+def write(samples, facts, done, out):
     """Write a shard and list it. done: the file of answers that nobody needs then, if any."""
     need = sum(value.nbytes for sample in samples for value in sample.values() if torch.is_tensor(value))
     free = shutil.disk_usage(out).free
@@ -980,7 +951,7 @@ def write(manifest, own, samples, facts, done, out):
         raise Failed(f"the disk of {out} has {human_bytes(free)} left and the next shard needs "
                      f"{human_bytes(need)}; make room and give the same command again")
     entry = write_shard(out, facts["block"], samples) or {}
-    record(manifest, {**entry, **facts}, own, out)
+    record({**entry, **facts}, out)
     if done:
         done.unlink(missing_ok=True)
 

@@ -507,7 +507,7 @@ def test_a_full_disk_is_told_before_and_leaves_whole_shards(tmp_path, monkeypatc
                         lambda path: usage._replace(free=100000 if shard_bytes(out) else 1 << 40))
     with pytest.raises(Failed, match=r"97.7 KiB left and the next shard needs .* the same command again"):
         extract(monkeypatch, target=target, data=data, out=out, block_lines=12)
-    assert sorted(file.name for file in out.iterdir()) == [".lock", "manifest.json",
+    assert sorted(file.name for file in out.iterdir()) == [".lock", "journal-0.jsonl", "manifest.json",
                                                            "shard-00000.safetensors"]
     monkeypatch.undo()
     assert extract(monkeypatch, target=target, data=data, out=out, block_lines=12)["samples"] == 24
