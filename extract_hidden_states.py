@@ -15,6 +15,7 @@ import re
 import shutil
 import time
 from argparse import Namespace
+from bisect import bisect
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,6 +27,8 @@ from pathlib import Path
 from platform import python_version
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import distributed
 from torch.nn.utils.rnn import pad_sequence
 
@@ -55,10 +58,13 @@ from common.decode import decode, not_applied, random_numbers, sampling_settings
 from common.files import (
     STRAY,
     TEMPORARY,
+    append_sealed,
     check_output_folder,
     lock_folder,
     read_sealed,
+    replace_file,
     sha256_file,
+    sha256_tensors,
     write_sealed,
 )
 from common.plan import say_storages, serving_size, storages
@@ -70,11 +76,14 @@ from common.shards import (
     CANDIDATES,
     FORMAT,
     FREE,
+    JOURNAL,
     MANIFEST,
     SCALES,
     STORE,
     TEACHER,
+    Journals,
     acknowledged,
+    add,
     bytes_per_token,
     finished,
     fitting,
@@ -90,6 +99,10 @@ from common.target_model import TargetModel, check_capture
 
 # A block, the lines of one shard, is computed in memory and redone whole after an interruption.
 BLOCK_LINES, BLOCK_BYTES = 512, 2 << 30
+# Of large data, --generate-rows times as many answers make a group: places that are free are taken again, and
+# few idle while the last ones end. MANY: so many groups there must then be, for processes to share.
+ROUNDS, MANY = 4, 256
+ANSWERS = "answers-{}-{}.safetensors"  # of a group of blocks, its first and last, until all have states
 
 
 def parse_args():
@@ -168,12 +181,13 @@ def parse_args():
 
     add = parser.add_argument_group("rarely").add_argument
     add("--block-lines", type=positive_int,
-        help=f"input lines of a shard; default {BLOCK_LINES}, fewer when that could pass "
+        help=f"input lines of a shard; default {BLOCK_LINES}, fewer where they could pass "
              f"{human_bytes(BLOCK_BYTES)}: it is held in memory")
     add("--max-batch-tokens", type=positive_int,
         help="tokens of a forward pass; default 4096 on a CPU, 32768 on a GPU: full speed, little memory")
     add("--generate-rows", type=positive_int, default=128,
-        help="answers written at once; default 128: more is faster until memory ends")
+        help="answers written at once, for as many shards as that takes; default 128: more is faster until "
+             "memory ends")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target")
     add("--revision", metavar="NAME", help="of a hub id; default its main one")
     return parser.parse_args()
@@ -223,7 +237,7 @@ def main():
     with ExitStack() as held:  # the lock of the folder, and what runs the target
         group = join(manifest) if processes > 1 else None
         if begun and RANK == 0:
-            held.enter_context(begin(manifest, begun, args))
+            held.enter_context(begin(manifest, begun, plan, args))
         if group:
             group.wait_for_everyone()
             group.destroy_process_group()
@@ -234,16 +248,17 @@ def main():
         if begun:
             say(f"{len(plan.blocks) - len(missing)} of {len(plan.blocks)} shards are finished")
         check_space(args, space_needed(missing, plan, args))
-        mine = [block for block in missing if block % processes == RANK]
+        mine = [group for number, group in enumerate(plan.groups)
+                if number % processes == RANK and not set(group).isdisjoint(missing)]
         if mine:
             backend = held.enter_context(open_backend(job, group and group.device))
             if RANK == 0 and not begun:
-                held.enter_context(begin(manifest, None, args))
+                held.enter_context(begin(manifest, None, plan, args))
             if RANK == 0:
                 expect(backend, missing, plan, job)
             else:
                 held.enter_context(follow(manifest, args.out))
-            extract(manifest, mine, plan, backend, job)
+            extract(manifest, mine, set(missing), plan, backend, job)
         if RANK != 0:
             return {}
         wait_for_others(manifest, plan, args.out)
@@ -289,7 +304,9 @@ class Plan:
 
     blocks: list  # of each its conversations
     skipped: list  # of each a Counter of reasons
+    groups: list  # ranges of blocks: what one process makes, whose answers are written together
     block_lines: int
+    block_most: int | None  # bytes; None: however many they are, a block is so many lines
     supervised: int  # tokens, where answers are written at most
     row_bytes: float  # of a token on disk
     # `planned` of the manifest: lines, blocks, samples, tokens (at most), and what plan_room adds
@@ -333,19 +350,33 @@ def make_plan(rows, begun, job):
     args = job.args
     tokens, supervised = token_counts(rows.conversations, job)
     room = None if args.max_disk_gb is None else int(args.max_disk_gb * 1e9)  # bytes
-    block_lines = args.block_lines
-    if block_lines is None and begun:
-        block_lines = begun["block_lines"]
+    block_lines, most = args.block_lines, None
     if block_lines is None:
-        longest = max(c["bound"] for c in rows.conversations) * row_bytes(job)
-        most = BLOCK_BYTES if room is None else min(BLOCK_BYTES, room / 10)
-        block_lines = max(1, min(BLOCK_LINES, int(most / longest)))
-    blocks, skipped, aside = lay_out(rows, block_lines, room is not None)
+        block_lines, most = BLOCK_LINES, BLOCK_BYTES if room is None else min(BLOCK_BYTES, room // 10)
+    if begun and args.block_lines in (None, begun["block_lines"]):
+        block_lines, most = begun["block_lines"], begun.get("block_most")
+    blocks, skipped, aside = lay_out(rows, block_lines, most, job)
     stated = {"lines": rows.lines, "blocks": len(blocks),
               "samples": sum(c["samples"] for c in rows.conversations), "tokens": tokens}
     if room is not None:
         stated |= plan_room(blocks, aside, room, job)
-    return Plan(blocks, skipped, block_lines, supervised, row_bytes(job, supervised / tokens), stated)
+    groups = group_blocks(blocks, args.generate_rows if job.sampling else 1)
+    return Plan(blocks, skipped, groups, block_lines, most, supervised, row_bytes(job, supervised / tokens),
+                stated)
+
+
+def group_blocks(blocks, generate_rows):
+    """Ranges of consecutive blocks with at least so many conversations each but the last: the same for any
+    number of processes."""
+    conversations = sum(map(len, blocks))
+    wanted = generate_rows * (ROUNDS if conversations >= MANY * ROUNDS * generate_rows else 1)
+    groups, first, count = [], 0, 0
+    for block, part in enumerate(blocks, start=1):
+        count += len(part)
+        if count >= wanted or block == len(blocks):
+            groups.append(range(first, block))
+            first, count = block, 0
+    return groups
 
 
 def conversations_of(blocks, plan):
@@ -365,25 +396,47 @@ def row_bytes(job, supervised=1.0):
     return bytes_per_token(job.target.hidden_size, job.args.store, job.candidates, supervised)
 
 
-def lay_out(rows, block_lines, followed):
+def lay_out(rows, block_lines, most, job):
     """(conversations of each block, a Counter of the skipped rows of each, how many held-out blocks come
     first).
 
-    A block is so many lines in order. For a training that follows, held-out samples have blocks of their own,
-    which come first and stay.
+    A block is so many lines in order, or fewer that take no more than `most` bytes. For a training that
+    follows, held-out samples have blocks of their own, which come first and stay.
     """
+    followed = job.args.max_disk_gb is not None
     aside = [c for c in rows.conversations if followed and c["heldout"]]
-    first = -(-len(aside) // block_lines)
-    count = first - (-rows.lines // block_lines)
-    blocks, skipped = [[] for _ in range(count)], [Counter() for _ in range(count)]
+    others = [c for c in rows.conversations if not followed or not c["heldout"]]
+    heldout_starts = block_starts([(n, c["bound"]) for n, c in enumerate(aside)], len(aside), block_lines,
+                                  most and most / row_bytes(job))
+    starts = block_starts([(c["line"], c["bound"]) for c in others], rows.lines, block_lines,
+                          most and most / row_bytes(job))
+    first = len(heldout_starts)
+    blocks = [[] for _ in range(first + len(starts))]
+    skipped = [Counter() for _ in blocks]
     for number, conversation in enumerate(aside):
-        blocks[number // block_lines].append(conversation)
-    for conversation in rows.conversations:
-        if not followed or not conversation["heldout"]:
-            blocks[first + conversation["line"] // block_lines].append(conversation)
+        blocks[bisect(heldout_starts, number) - 1].append(conversation)
+    for conversation in others:
+        blocks[first + bisect(starts, conversation["line"]) - 1].append(conversation)
     for line, reason in rows.skipped:
-        skipped[first + line // block_lines][reason] += 1
+        skipped[first + bisect(starts, line) - 1][reason] += 1
     return blocks, skipped, first
+
+
+def block_starts(sized, lines, block_lines, most):
+    """The first lines of the blocks of so many `lines`. sized: (line, tokens) of conversations, in order.
+    most: tokens of a block of several conversations; None for no bound."""
+    starts, filled = [0], 0
+    for line, tokens in sized:
+        while line >= starts[-1] + block_lines:
+            starts.append(starts[-1] + block_lines)
+            filled = 0
+        if filled and most and filled + tokens > most:
+            starts.append(line)
+            filled = 0
+        filled += tokens
+    while lines > starts[-1] + block_lines:
+        starts.append(starts[-1] + block_lines)
+    return starts if lines else []
 
 
 def plan_room(blocks, aside, room, job):
@@ -413,6 +466,8 @@ def plan_room(blocks, aside, room, job):
 def say_plan(rows, plan, job):
     at_most, tokens = "at most " if job.sampling else "", plan.stated["tokens"]
     shards = f"{len(plan.blocks)} shards"
+    if job.sampling:
+        shards += f" ({len(plan.groups)} groups of answers)"
     if "room" in plan.stated:
         room, aside = human_bytes(job.args.max_disk_gb * 1e9), plan.stated["heldout_blocks"]
         shards += f", {room} at a time: {aside} with held-out samples and {fitting(plan.stated)} others"
@@ -442,7 +497,8 @@ def new_manifest(rows, plan, job):
         "dtype": str(STORE[args.store]).removeprefix("torch."), "stored": stored_tensors(args.teacher),
         "candidates": job.candidates, "template_kwargs": args.template_kwargs, "system": args.system,
         "sampling": job.sampling, "max_length": job.max_length, "data_sha256": rows.sha256,
-        "max_disk_gb": args.max_disk_gb, "block_lines": plan.block_lines, "heldout": args.heldout,
+        "max_disk_gb": args.max_disk_gb, "block_lines": plan.block_lines, "block_most": plan.block_most,
+        "heldout": args.heldout,
         "compute_dtype": args.dtype, "backend": args.backend, "sources": rows.sources,
         "special_ids": {"eos": end_ids(job.target, tokenizer), "chat": chat_ids(tokenizer)},
         "batches": {"max_batch_tokens": job.batch_tokens, "generate_rows": args.generate_rows},
@@ -512,9 +568,9 @@ def join(manifest):
     return group
 
 
-def begin(manifest, begun, args):
+def begin(manifest, begun, plan, args):
     """Rank 0, before any process computes: lock the folder, remove what a killed run left half-written, take
-    over what is finished.
+    over what is finished. Answers stay of groups of which a block lacks its states.
 
     Returns the lock, an open file. All processes of a command share it, so that another one waits for the
     last of them.
@@ -529,7 +585,12 @@ def begin(manifest, begun, args):
             stray.unlink()
     if begun:
         add(manifest, intact(read_manifest(args.out), args))  # read once more: nobody else changes it now
-        remove_read(manifest, args.out)
+        remove_read(manifest["planned"], args.out)
+    missing = set(unfinished(plan, finished(manifest)))
+    wanted = {answers_name(group) for group in plan.groups if not missing.isdisjoint(group)}
+    for path in args.out.glob(ANSWERS.format("*", "*")):
+        if path.name not in wanted:
+            path.unlink()
     fcntl.flock(lock, fcntl.LOCK_SH)
     save(manifest, args.out)
     remove_journals(args.out)
@@ -552,7 +613,7 @@ def intact(begun, args):
     """The entries of the finished blocks whose shards are there, or with --max-disk-gb were read and removed;
     others are named."""
     gone = acknowledged(args.out, begun["planned"])
-    return [entry for entry in finished(begun) + journals(args.out)
+    return [entry for entry in finished(begun)
             if entry["block"] in gone or whole(entry, args)]
 
 
@@ -569,23 +630,8 @@ def whole(entry, args):
     return good
 
 
-def journals(out, run=None):
-    """The entries of all journals, or of those of one `run`; what cannot be read is said, and its blocks are
-    made again."""
-    entries = []
-    for path in sorted(out.glob("journal-*.json")):
-        try:
-            journal = read_sealed(path)
-        except UserError as error:
-            say(f"{error}; what it lists is made again")
-            continue
-        if run in (None, journal["run"]):
-            entries += journal["finished"]
-    return entries
-
-
 def remove_journals(out):
-    for path in out.glob("journal-*.json"):
+    for path in out.glob(JOURNAL.format("*")):
         path.unlink()
 
 
@@ -594,31 +640,10 @@ def unfinished(plan, entries):
     return sorted(set(range(len(plan.blocks))) - {entry["block"] for entry in entries})
 
 
-def add(manifest, entries):
-    """List finished blocks, each once, in order."""
-    found = {entry["block"]: entry for entry in entries + finished(manifest)}
-    entries = [found[block] for block in sorted(found)]
-    manifest["shards"] = [entry for entry in entries if "file" in entry]
-    manifest["empty_blocks"] = [entry for entry in entries if "file" not in entry]
-
-
-def record(manifest, entry, own, out):
-    """A block is finished. own: the entries of this process since it began."""
-    own.append(entry)
-    if RANK != 0:
-        write_sealed(out / f"journal-{RANK}.json", {"run": manifest["run"], "finished": own})
-        return
-    add(manifest, [entry, *journals(out, manifest["run"])])
-    save(manifest, out)
-
-
-def take_over(manifest, out):
-    """Rank 0, while it waits: list what other processes have finished. Training that follows may wait for
-    that very shard."""
-    before = len(finished(manifest))
-    add(manifest, journals(out, manifest["run"]))
-    if len(finished(manifest)) > before:
-        save(manifest, out)
+def record(entry, out):
+    """A block is finished: a line in this process's journal, which costs the same for any number of
+    blocks."""
+    append_sealed(out / JOURNAL.format(RANK), entry)
 
 
 def save(manifest, out):
@@ -637,58 +662,61 @@ def sum_up(manifest):
     return {**total, "skipped": dict(skipped)}
 
 
-def remove_read(manifest, out):
-    """Remove the shards that a training which follows has acknowledged. Returns their blocks, a range."""
-    blocks = acknowledged(out, manifest["planned"])
-    names = set(map(shard_name, blocks))
-    for path in out.glob("shard-*.safetensors"):
-        if path.name in names:
-            path.unlink(missing_ok=True)  # another process may be faster
-    return blocks
+def remove_read(planned, out, since=None):
+    """Remove the shards that a training which follows has acknowledged, from block `since` on, by default
+    all. Returns the first block that it has not."""
+    blocks = acknowledged(out, planned)
+    for block in range(blocks.start if since is None else since, blocks.stop):
+        (out / shard_name(block)).unlink(missing_ok=True)  # another process may be faster
+    return blocks.stop
 
 
-def wait_for_room(manifest, block, out):
-    """With --max-disk-gb: wait until the shards from the first unread one to `block` fit.
+def wait_for_room(manifest, block, read, out):
+    """With --max-disk-gb: wait until the shards from the first unread one to `block` fit. read: what it
+    returned before, the first unread block.
 
     All is decided by planned bytes, so that processes need not ask each other. Raises Failed when the
     training has ended before.
     """
     planned = manifest["planned"]
     if "room" not in planned or block < planned["heldout_blocks"]:
-        return
+        return read
     sizes, spoke = planned["block_bytes"], time.monotonic() - 55  # a short wait needs no words
     while True:
-        read = remove_read(manifest, out)
-        if sum(sizes[read.stop : block + 1]) <= planned["room"]:
-            return
+        read = remove_read(planned, out, read)
+        if sum(sizes[read : block + 1]) <= planned["room"]:
+            return read
         if (out / ACKNOWLEDGED).exists() and read_sealed(out / ACKNOWLEDGED)["finished"]:
-            raise Failed(f"the training that follows has ended with {len(read)} of "
+            raise Failed(f"the training that follows has ended with {read - planned['heldout_blocks']} of "
                          f"{planned['blocks'] - planned['heldout_blocks']} shards read, as its --max-steps "
                          "said; no more are made")
         if time.monotonic() - spoke > 60:
             spoke = time.monotonic()
-            say(f"paused: shards of up to {human_bytes(sum(sizes[read.stop : block]))} wait for "
+            say(f"paused: shards of up to {human_bytes(sum(sizes[read:block]))} wait for "
                 "train_drafter.py --follow to read them")
-        if RANK == 0:
-            take_over(manifest, out)
         time.sleep(0.5)
 
 
 def wait_for_others(manifest, plan, out):
-    """Rank 0, when its blocks are made: list those of the other processes, until all are there."""
-    spoke = time.monotonic()
-    while left := len(unfinished(plan, finished(manifest))):
+    """Rank 0, when its blocks are made: list those of all processes, until all are there."""
+    spoke, journals, entries, read = time.monotonic(), Journals(out), [], None
+    left = set(unfinished(plan, finished(manifest)))
+    while True:
+        new = journals.read()
+        entries += new
+        left.difference_update(entry["block"] for entry in new)
+        read = remove_read(manifest["planned"], out, read)
+        if not left:
+            return add(manifest, entries)
         if time.monotonic() - spoke > 60:
             spoke = time.monotonic()
-            say(f"{left} blocks are still being made by other processes")
+            say(f"{len(left)} blocks are still being made by other processes")
         time.sleep(0.2)
-        take_over(manifest, out)
-        remove_read(manifest, out)
 
 
 def complete(manifest, out):
     if not manifest["shards"]:
-        reasons = count_text(Counter(manifest["done"]["skipped"]))
+        reasons = count_text(Counter(sum_up(manifest)["skipped"]))
         raise UserError(f"none of the samples could be kept ({reasons}); there is nothing to train on")
     manifest["complete"] = True
     del manifest["run"]  # only to tell running commands apart
@@ -831,7 +859,7 @@ def expect(backend, missing, plan, job):
     """Say how long the missing blocks will take, at most where answers are written, by a short trial with
     some of their samples. Returns hours."""
     start, conversations = time.monotonic(), conversations_of(missing, plan)
-    some = trial_samples(conversations, plan, job)
+    some = trial_samples(conversations, job)
     work, written, bound = 0.0, "", ""  # seconds of one process
     if job.sampling:
         first, token = time_answers(backend, some, job.sampling)
@@ -855,10 +883,10 @@ def expect(backend, missing, plan, job):
     return seconds / 3600
 
 
-def trial_samples(conversations, plan, job):
+def trial_samples(conversations, job):
     """Some of the samples, from all over, as many as are computed at once and fit into a small batch."""
     some, room = [], job.batch_tokens // 4
-    count = min(job.args.generate_rows, plan.block_lines)
+    count = job.args.generate_rows
     for conversation in conversations[:: max(1, len(conversations) // count)][:count]:
         if job.sampling:
             ids = job.renderer.prompt_ids(first_question(conversation), conversation["tools"])
@@ -887,45 +915,49 @@ def time_answers(backend, samples, sampling):
 # The extraction
 
 
-def extract(manifest, mine, plan, backend, job):
-    """Compute the blocks `mine`. Each is written by a thread while the next one is computed."""
-    conversations = conversations_of(mine, plan)
+def extract(manifest, mine, missing, plan, backend, job):
+    """Make the missing blocks of the groups `mine`. Each is written by a thread while the next one is
+    computed."""
+    conversations = [c for group in mine for block in group if block in missing for c in plan.blocks[block]]
     if job.sampling:
         progress = Progress(sum(c["samples"] for c in conversations), "answers", "extracting")
     else:
         progress = Progress(sum(c["bound"] for c in conversations), "tokens", "extracting")
-    own, writing = [], None
+    read, writing = None, None
     with ThreadPoolExecutor(1) as writer:
-        for block in mine:
-            part, skipped, cut = plan.blocks[block], Counter(plan.skipped[block]), 0
-            read = len(part) + skipped.total()
-            if job.sampling:
-                samples, cut = write_answers(backend, part, job, skipped, progress)
-                samples = add_states(backend, samples, job, skipped)
-            else:
-                samples = [sample_of(c, c["input_ids"], c["loss_mask"]) for c in part]
-                samples = add_states(backend, samples, job, skipped, progress)
-            if writing:
-                writing.result()  # no more than two blocks are in memory
-            wait_for_room(manifest, block, job.args.out)
-            facts = {"block": block, "read": read, "skipped": dict(skipped), "cut": cut}
-            writing = writer.submit(write, manifest, own, samples, facts, job.args.out)
+        for group in mine:
+            answers = group_answers(backend, group, plan, job, progress) if job.sampling else None
+            left = sorted(missing.intersection(group))
+            for block in left:
+                samples, skipped, cut = block_samples(plan.blocks[block], answers)
+                skipped += plan.skipped[block]
+                samples = add_states(backend, samples, job, skipped, None if answers else progress)
+                if writing:
+                    writing.result()  # no more than two blocks are in memory
+                read = wait_for_room(manifest, block, read, job.args.out)
+                lines = len(plan.blocks[block]) + plan.skipped[block].total()
+                facts = {"block": block, "read": lines, "skipped": dict(skipped), "cut": cut}
+                done = job.args.out / answers_name(group) if block == left[-1] else None
+                writing = writer.submit(write, samples, facts, done, job.args.out)
         writing.result()
     progress.close()
 
 
-def write(manifest, own, samples, facts, out):
+def write(samples, facts, done, out):
+    """Write a shard and list it. done: the file of answers that nobody needs then, if any."""
     need = sum(value.nbytes for sample in samples for value in sample.values() if torch.is_tensor(value))
     free = shutil.disk_usage(out).free
     if free < 1.05 * need + (1 << 20):
         raise Failed(f"the disk of {out} has {human_bytes(free)} left and the next shard needs "
                      f"{human_bytes(need)}; make room and give the same command again")
     entry = write_shard(out, facts["block"], samples) or {}
-    record(manifest, {**entry, **facts}, own, out)
+    record({**entry, **facts}, out)
+    if done:
+        done.unlink(missing_ok=True)
 
 
 def sample_of(conversation, ids, mask, turn=0):
-    return {"input_ids": torch.tensor(ids, dtype=torch.int32),
+    return {"input_ids": torch.as_tensor(ids, dtype=torch.int32),
             "loss_mask": torch.tensor(mask, dtype=torch.uint8), "sample_id": conversation["line"],
             "turn_id": turn, "source_id": conversation["source_id"], "heldout": conversation["heldout"]}
 
@@ -934,30 +966,90 @@ def ids_of(samples):
     return [sample["input_ids"].tolist() for sample in samples]
 
 
-def write_answers(backend, conversations, job, skipped, progress):
-    """(Samples of the answers that the target writes, turn by turn, each in the context of its own earlier
-    answers; how many were cut by a limit)."""
-    samples, cut, written, start = [], 0, 0, time.monotonic()
+@dataclass
+class Answers:
+    """What the target wrote to the conversations of a group of blocks."""
+
+    ids: list  # of each answer int32 [T]: prompt and answer
+    prompts: list  # of each how many of them are the prompt's
+    places: list  # of each (line, turn)
+    skipped: list  # (line, reason) of answers that are not there
+    cut: list  # lines of the answers that a limit cut
+
+
+def answers_name(group):
+    return ANSWERS.format(*(f"{block:05d}" for block in (group[0], group[-1])))
+
+
+def group_answers(backend, group, plan, job, progress):
+    """The Answers of a group of blocks: of its file, or the target writes them, and the file."""
+    path = job.args.out / answers_name(group)
+    if not path.exists():
+        answers = write_answers(backend, conversations_of(group, plan), job, progress)
+        save_answers(path, answers)
+        return answers
+    return load_answers(path)
+
+
+def save_answers(path, answers):
+    tensors = {"ids": torch.cat([*answers.ids, torch.zeros(0, dtype=torch.int32)]),
+               "lengths": torch.tensor(list(map(len, answers.ids)), dtype=torch.int64),
+               "prompts": torch.tensor(answers.prompts, dtype=torch.int64),
+               "places": torch.tensor(answers.places, dtype=torch.int64).view(-1, 2),
+               "cut": torch.tensor(answers.cut, dtype=torch.int64)}
+    facts = {"skipped": json.dumps(answers.skipped), "sha256": sha256_tensors(tensors.values())}
+    replace_file(path, lambda temporary: save_file(tensors, temporary, metadata=facts))
+
+
+def load_answers(path):
+    with safe_open(path, framework="pt") as file:
+        facts = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in ("ids", "lengths", "prompts", "places", "cut")}
+    if sha256_tensors(tensors.values()) != facts["sha256"]:
+        raise UserError(f"{path} was changed after it was written; remove it, and its answers are written "
+                        "again")
+    return Answers(list(tensors["ids"].split(tensors["lengths"].tolist())), tensors["prompts"].tolist(),
+                   list(map(tuple, tensors["places"].tolist())), json.loads(facts["skipped"]),
+                   tensors["cut"].tolist())
+
+
+def block_samples(conversations, answers):
+    """(samples of a block, Counter of answers skipped, how many a limit cut). answers: of its group, None
+    where those of the rows are kept."""
+    if answers is None:
+        return [sample_of(c, c["input_ids"], c["loss_mask"]) for c in conversations], Counter(), 0
+    own, samples = {c["line"]: c for c in conversations}, []
+    for ids, prompt, (line, turn) in zip(answers.ids, answers.prompts, answers.places, strict=True):
+        if line in own:
+            mask = [0] * prompt + [1] * (len(ids) - prompt)
+            samples.append(sample_of(own[line], ids, mask, turn))
+    skipped = Counter(reason for line, reason in answers.skipped if line in own)
+    return samples, skipped, sum(line in own for line in answers.cut)
+
+
+def write_answers(backend, conversations, job, progress):
+    """The Answers that the target writes, turn by turn, each in the context of its own earlier answers."""
+    answers, written, start = Answers([], [], [], [], []), 0, time.monotonic()
 
     def ended(ids):
         nonlocal written
         written += len(ids)
         progress.update(1, f"{written / (time.monotonic() - start):.0f} tokens/s")
 
-    while True:
-        asked = ask(conversations, job, skipped)
-        if not asked:
-            return samples, cut
+    while asked := ask(conversations, job, answers.skipped):
         sampling, prompts = job.sampling, [prompt for _, _, prompt in asked]
         limits = [min(sampling["max_new_tokens"], job.max_length - len(prompt)) for prompt in prompts]
         numbers = [random_numbers(sampling["seed"], [c["line"], turn], 1)[0] for c, turn, _ in asked]
         seeds = [int(number * 2**31) for number in numbers]
-        answers = backend.answer(prompts, limits, sampling, seeds, ended)
-        cut += sum(answer[-1] not in sampling["stop_ids"] for answer in answers)
-        for (conversation, turn, prompt), answer in zip(asked, answers, strict=True):
-            mask = [0] * len(prompt) + [1] * len(answer)
-            samples.append(sample_of(conversation, prompt + answer, mask, turn))
-            put_back(conversation, answer, job.renderer, skipped)
+        found = backend.answer(prompts, limits, sampling, seeds, ended)
+        for (conversation, turn, prompt), ids in zip(asked, found, strict=True):
+            answers.ids.append(torch.tensor(prompt + ids, dtype=torch.int32))
+            answers.prompts.append(len(prompt))
+            answers.places.append((conversation["line"], turn))
+            if ids[-1] not in sampling["stop_ids"]:
+                answers.cut.append(conversation["line"])
+            put_back(conversation, ids, job.renderer, answers.skipped)
+    return answers
 
 
 def put_back(conversation, answer, renderer, skipped):
@@ -970,7 +1062,7 @@ def put_back(conversation, answer, renderer, skipped):
     try:
         messages[len(told)] = renderer.message(answer, told, conversation["tools"])
     except Skip as skip:
-        skipped[skip.reason] += 1
+        skipped.append((conversation["line"], skip.reason))
         messages.clear()
 
 
@@ -987,7 +1079,7 @@ def ask(conversations, job, skipped):
             if len(prompt) >= job.max_length:
                 raise Skip("prompt too long")
         except Skip as skip:
-            skipped[skip.reason] += 1
+            skipped.append((conversation["line"], skip.reason))
             conversation["messages"].clear()
             continue
         turn = sum(message["role"] == "assistant" for message in told)

@@ -97,6 +97,37 @@ def read_sealed(path):
     return value
 
 
+def append_sealed(path, value):
+    """Add a line to a file of JSON lines, with the sha256 of its content, and have it on disk."""
+    new = not path.exists()
+    with open(path, "ab") as file:
+        file.write((json.dumps({"value": value, "sha256": sha256_json(value)}) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
+    if new:
+        _sync(path.parent)
+
+
+def read_appended(path, place=0):
+    """([value, None for a line that was changed since], where to read on) of what append_sealed wrote behind
+    byte `place`. A line that is not whole yet waits; a file that is gone holds nothing."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(place)
+            data = file.read()
+    except FileNotFoundError:
+        return [], place
+    data, values = data[: data.rfind(b"\n") + 1], []
+    for line in data.splitlines():
+        try:
+            found = json.loads(line)
+            right = found["sha256"] == sha256_json(found["value"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            right = False
+        values.append(found["value"] if right else None)
+    return values, place + len(data)
+
+
 def sha256_file(path):
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -5,6 +5,10 @@ A reader trusts only what the manifest lists. All tensors of a shard share its r
 cu_seqlens[s]..cu_seqlens[s+1]. No padding is stored.
 """
 
+import base64
+import os
+import threading
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from common.cli import UserError, say
-from common.files import read_sealed, replace_file, sha256_file, sha256_json
+from common.files import read_appended, read_sealed, replace_file, sha256_file, sha256_json
 from common.provenance import compare, made_for
 from common.target import open_target
 from common.vocab import count_ids
@@ -26,6 +30,8 @@ ROWS = ("input_ids", "loss_mask", "aux_hidden_states", "aux_scale", "last_hidden
 TEACHER = ("teacher_rows", "teacher_ids", "teacher_logprobs")
 SCALES = {"aux_hidden_states": "aux_scale", "last_hidden_state": "last_scale"}
 MANIFEST, ACKNOWLEDGED = "manifest.json", "acknowledged.json"
+JOURNAL = "journal-{}.jsonl"  # of a process: a line for each block that it has finished
+OPEN = 64  # shards mapped at once: a process may have 65,530 maps, and a job has more shards
 # Of the manifest, what may be otherwise when an extraction is gone on with.
 FREE = {"batches", "run", "done", "complete", "versions", "shards", "empty_blocks", "forced", "format",
         "target"}
@@ -64,7 +70,17 @@ def write_shard(folder, block, samples):
         "bytes": file.stat().st_size, "sha256": sha256_file(file),
         "supervised_tokens": int(tensors["loss_mask"].sum()),
         "heldout_samples": int(tensors["heldout"].sum()),
+        "index": base64.b64encode(sample_facts(tensors.get).tobytes()).decode(),
     }
+
+
+def sample_facts(tensor):
+    """int32 [S, 4] of a shard's samples: length, heldout, source, labels. tensor(name): of the shard."""
+    bounds = tensor("cu_seqlens").numpy()
+    mask = np.concatenate([[0], np.cumsum(tensor("loss_mask").numpy(), dtype=np.int64)])
+    labels = mask[bounds[1:]] - mask[np.minimum(bounds[:-1] + 2, bounds[1:])]
+    columns = [np.diff(bounds), tensor("heldout").numpy(), tensor("source_ids").numpy(), labels]
+    return np.stack(columns, axis=1).astype("<i4")
 
 
 def stored_tensors(teacher):
@@ -146,12 +162,12 @@ class Shards:
             raise UserError(f"{folder} lacks {len(gone)} of its shards, which were removed after the "
                             "training that follows had read them; its held-out part stays: extract again "
                             "without --max-disk-gb for all of them")
-        self.entries, self.files, self.teacher_rows = [], [], []
-        self.index = np.concatenate([np.zeros((0, 6), dtype=np.int64),
-                                     *(self._read(entry) for entry in wanted)])
+        self.entries, self.open, self.lock = [], OrderedDict(), threading.Lock()
+        self.index = np.zeros((0, 6), dtype=np.int64)
+        there = self._sizes()
+        self._list(wanted, there)
         listed = {entry["file"] for entry in self.manifest["shards"]}
-        files = sorted(file.name for file in self.folder.glob("shard-*.safetensors"))
-        foreign = [name for name in files if name not in listed]
+        foreign = sorted(there.keys() - listed)
         if foreign:
             say(f"{self.folder / foreign[0]} is not listed in the manifest and is not read "
                 f"({len(foreign)} such files)")
@@ -188,49 +204,91 @@ class Shards:
         return [entry for entry in self.manifest["shards"] if entry["block"] < blocks]
 
     def extend(self, entry):
-        """Open a shard that has been written since; its samples are numbered on, int64 [n]."""
-        before = len(self.index)
-        self.index = np.concatenate([self.index, self._read(entry)])
+        """List a shard that has been written since; its samples are numbered on, int64 [n]."""
+        before, path = len(self.index), self.folder / entry["file"]
+        self._list([entry], {entry["file"]: path.stat().st_size} if path.exists() else {})
         return np.arange(before, len(self.index))
 
     def close(self, block):
         """Let go of the shards before `block` that are not held out: only then is their place on the disk
         free."""
-        for number, entry in enumerate(self.entries):
-            if self.manifest["planned"]["heldout_blocks"] <= entry["block"] < block:
-                self.files[number] = self.teacher_rows[number] = None
+        with self.lock:
+            for number in list(self.open):
+                if self.manifest["planned"]["heldout_blocks"] <= self.entries[number]["block"] < block:
+                    del self.open[number]
 
-    def _read(self, entry):
-        """Open a shard; its rows of the index, int64 [n, 6]."""
-        file = self._open(entry)
-        self.entries.append(entry)
-        self.files.append(file)
-        compact = "teacher_ids" in self.manifest["stored"]
-        self.teacher_rows.append(file.get_tensor("teacher_rows").numpy().copy() if compact else None)
-        bounds = file.get_tensor("cu_seqlens").numpy()
-        mask = np.concatenate([[0], np.cumsum(file.get_tensor("loss_mask").numpy(), dtype=np.int64)])
-        labels = mask[bounds[1:]] - mask[np.minimum(bounds[:-1] + 2, bounds[1:])]
-        shard = np.full(len(bounds) - 1, len(self.files) - 1)
-        heldout, sources = file.get_tensor("heldout").numpy(), file.get_tensor("source_ids").numpy()
-        columns = [shard, bounds[:-1], np.diff(bounds), heldout, sources, labels]
-        return np.stack(columns, axis=1).astype(np.int64)
+    def _sizes(self):
+        """{name: bytes} of the files of shards in the folder."""
+        with os.scandir(self.folder) as found:
+            return {file.name: file.stat().st_size for file in found
+                    if file.name.startswith("shard-") and file.name.endswith(".safetensors")}
 
-    def _open(self, entry):
-        """safetensors' handle of a shard, after its size, header and perhaps hash were compared with its
-        entry."""
+    def _list(self, entries, there):
+        """Put shards into the index by what their entries say of their samples; those of folders that were
+        made without it, and with `verify` all, are opened."""
+        facts, first = [], len(self.entries)
+        for number, entry in enumerate(entries, start=first):
+            self._check_size(entry, there.get(entry["file"]))
+            self.entries.append(entry)
+            told = np.frombuffer(base64.b64decode(entry.get("index", "")), dtype="<i4").reshape(-1, 4)
+            if self.verify or "index" not in entry:
+                found = sample_facts(self.file(number).get_tensor)
+                if "index" in entry and not np.array_equal(told, found):
+                    raise UserError(f"{self.folder / entry['file']} holds other samples than the manifest "
+                                    "says; it is of another extraction: restore it or extract it again")
+                told = found
+            facts.append(told)
+        if not entries:
+            return
+        lengths = np.concatenate([rows[:, 0] for rows in facts]).astype(np.int64)
+        counts = [len(rows) for rows in facts]
+        shard = np.repeat(np.arange(first, len(self.entries)), counts)
+        ends = np.cumsum(lengths)  # over all of these shards
+        starts = np.concatenate([[0], ends])[np.concatenate([[0], np.cumsum(counts)[:-1]])]  # of each shard
+        places = ends - lengths - np.repeat(starts, counts)
+        others = np.concatenate(facts)[:, 1:].astype(np.int64)
+        self.index = np.concatenate([self.index, np.column_stack([shard, places, lengths, others])])
+
+    def _check_size(self, entry, size):
+        if size == entry["bytes"] and not self.verify:
+            return  # a million shards are quick
         path = self.folder / entry["file"]
-        if not path.exists():
+        if size is None:
             raise UserError(f"{path} is listed in the manifest and missing; extract again or restore it")
-        size = path.stat().st_size
         if size != entry["bytes"]:
             raise UserError(f"{path} has {size} bytes, the manifest says {entry['bytes']}; restore it or "
                             "extract it again")
-        if self.verify and (found := sha256_file(path)) != entry["sha256"]:
+        if (found := sha256_file(path)) != entry["sha256"]:
             raise UserError(f"{path} has hash {found}, the manifest says {entry['sha256']}: it is damaged; "
                             "the extraction's command with --verify makes it again")
+
+    def file(self, number):
+        """safetensors' handle of shard `number`, which is opened, and its header compared with its entry,
+        when it is first read. OPEN stay open, those read last."""
+        return self._opened(number)[0]
+
+    def _opened(self, number):
+        """(handle, teacher_rows int64 [M] or None) of a shard."""
+        with self.lock:
+            if number not in self.open:
+                file = self._open(self.entries[number])
+                compact = "teacher_ids" in self.manifest["stored"]
+                at = file.get_tensor("teacher_rows").numpy().copy() if compact else None
+                self.open[number] = file, at
+                if len(self.open) > OPEN:
+                    self.open.popitem(last=False)
+            self.open.move_to_end(number)
+            return self.open[number]
+
+    def _open(self, entry):
+        """safetensors' handle of a shard, after its header was compared with its entry."""
+        path = self.folder / entry["file"]
         try:
             file = safe_open(path, framework="pt")
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise UserError(f"{path} is listed in the manifest and was removed; extract again or restore "
+                            "it") from None
         except Exception as error:  # safetensors raises its own kinds for a broken header
             raise UserError(f"{path} cannot be read as safetensors ({str(error)[:200]}); extract it "
                             "again") from None
@@ -274,14 +332,13 @@ class Shards:
         """
         names = names or ("input_ids", "loss_mask", *self.manifest["stored"])
         shard, first, length = (int(value) for value in self.index[number, :3])
-        file = self.files[shard]
+        file, at = self._opened(shard)
         rows = slice(first, first + length)
         tensors = {name: file.get_slice(name)[rows] for name in names if name not in TEACHER}
         for name in SCALES.keys() & tensors.keys():
             if tensors[name].dtype == torch.float8_e4m3fn:
                 tensors[SCALES[name]] = file.get_slice(SCALES[name])[rows]
         if "teacher_ids" in names:
-            at = self.teacher_rows[shard]
             low, high = np.searchsorted(at, [first, first + length])
             own = torch.from_numpy(at[low:high] - first)
             for name, empty in (("teacher_ids", -1), ("teacher_logprobs", -torch.inf)):
@@ -320,7 +377,8 @@ class Shards:
         Raises UserError for an id that the target does not have.
         """
         size = self.manifest["target"]["vocab_size"]
-        for file in self.files:
+        for number in range(len(self.entries)):
+            file = self.file(number)
             keep = file.get_tensor("loss_mask").numpy().astype(bool)
             lengths = np.diff(file.get_tensor("cu_seqlens").numpy())
             aside = np.repeat(file.get_tensor("heldout").numpy().astype(bool), lengths)[keep]
@@ -353,12 +411,48 @@ class Shards:
         return found
 
 
+class Journals:
+    """The journals of an extraction's processes, read on from where they were read to."""
+
+    def __init__(self, folder):
+        self.folder, self.places = Path(folder), {}
+
+    def read(self):
+        """The entries of the blocks finished since the last call. A damaged line is said, and its block made
+        again."""
+        entries = []
+        for path in sorted(self.folder.glob(JOURNAL.format("*"))):
+            values, self.places[path] = read_appended(path, self.places.get(path, 0))
+            entries += [value for value in values if value is not None]
+            if None in values:
+                say(f"{path} was changed after it was written: {values.count(None)} of its lines are not "
+                    "read, and what they list is made again")
+        return entries
+
+
 def read_manifest(folder):
-    manifest = read_sealed(Path(folder) / MANIFEST)
-    if manifest["format"] != FORMAT:
-        raise UserError(f"{folder}/{MANIFEST} is of format {manifest['format']}, this version reads format "
-                        f"{FORMAT}")
+    """The manifest of an extraction, with what its journals list while it goes on."""
+    path, before = Path(folder) / MANIFEST, None
+    while before is None or before != path.stat().st_mtime_ns:  # it took over journals meanwhile
+        if path.exists():
+            before = path.stat().st_mtime_ns
+        manifest = read_sealed(path)
+        if manifest["format"] != FORMAT:
+            raise UserError(f"{folder}/{MANIFEST} is of format {manifest['format']}, this version reads "
+                            f"format {FORMAT}")
+        if not manifest["complete"]:
+            add(manifest, Journals(folder).read())
     return manifest
+
+
+def add(manifest, entries):
+    """List finished blocks, each once, in order."""
+    if not entries:
+        return
+    found = {entry["block"]: entry for entry in entries + finished(manifest)}
+    entries = [found[block] for block in sorted(found)]
+    manifest["shards"] = [entry for entry in entries if "file" in entry]
+    manifest["empty_blocks"] = [entry for entry in entries if "file" not in entry]
 
 
 def finished(manifest):

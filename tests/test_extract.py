@@ -417,6 +417,8 @@ def test_a_backend_that_is_not_there_is_one_sentence(tmp_path, monkeypatch, targ
 class Shifted:
     """Stands in for what runs the target: states that say which token they are of."""
 
+    asked = []  # how many answers at once, of all that were made
+
     def __init__(self, target, *_):
         self.target, self.dtype, self.device = target, torch.float32, torch.device("cpu")
 
@@ -427,6 +429,7 @@ class Shifted:
         pass
 
     def answer(self, prompts, limits, sampling, seeds, report=lambda ids: None):
+        self.asked.append(len(prompts))
         answers = [[5 + seed % 3, 2][:limit] for seed, limit in zip(seeds, limits, strict=True)]
         for ids in answers:
             report(ids)
@@ -452,6 +455,47 @@ def test_a_backend_needs_no_more_than_answers_states_and_an_lm_head(tmp_path, mo
         assert (sample["aux_hidden_states"].float() - sample["input_ids"][:, None]).abs().max() <= 1
 
 
+def test_answers_are_written_in_groups_and_kept_until_all_blocks_have_states(tmp_path, monkeypatch, target,
+                                                                            data):
+    """A group is whole blocks; after an interruption only what was not decided yet is asked for again."""
+    monkeypatch.setattr(extract_hidden_states, "SGLang", Shifted)
+    monkeypatch.setattr(Shifted, "asked", [])
+    flags = dict(target=target, data=data, backend="sglang", regenerate=True, block_lines=2)
+    extract(monkeypatch, **flags, out=tmp_path / "out", generate_rows=9)
+    trial, groups = Shifted.asked[:3], Shifted.asked[3:]
+    assert len(set(trial)) == 1 and groups == [10, 10, 4]
+    once, out = shard_bytes(tmp_path / "out"), tmp_path / "killed"
+    write_shard = extract_hidden_states.write_shard
+
+    def interrupted(folder, block, samples):
+        if block == 7:
+            raise KeyboardInterrupt
+        return write_shard(folder, block, samples)
+
+    monkeypatch.setattr(extract_hidden_states, "write_shard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        extract(monkeypatch, **flags, out=out, generate_rows=9)
+    assert [path.name for path in out.glob("answers*")] == ["answers-00005-00009.safetensors"]
+    monkeypatch.setattr(extract_hidden_states, "write_shard", write_shard)
+    Shifted.asked.clear()
+    extract(monkeypatch, **flags, out=out, generate_rows=9)
+    assert Shifted.asked[3:] == [4] and shard_bytes(out) == once and not list(out.glob("answers*"))
+    (out / "shard-00002.safetensors").unlink()
+    Shifted.asked.clear()
+    extract(monkeypatch, **flags, out=out, generate_rows=9)
+    assert Shifted.asked[3:] == [10] and shard_bytes(out) == once
+
+
+@pytest.mark.parametrize("lines, most, starts", [
+    (7, None, [0, 3, 6]), (6, None, [0, 3]), (0, None, []),
+    (7, 10, [0, 2, 4, 5]),  # the long line is alone, the others are as many as fit
+    (20, 10, [0, 2, 4, 5, 8, 11, 14, 17]),
+])
+def test_a_long_row_does_not_set_the_size_of_all_blocks(lines, most, starts):
+    sized = [(0, 4), (1, 5), (2, 3), (3, 1), (4, 30), (5, 2), (6, 2)][:lines]
+    assert extract_hidden_states.block_starts(sized, lines, 3, most) == starts
+
+
 def test_a_full_disk_is_told_before_and_leaves_whole_shards(tmp_path, monkeypatch, target, data):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100000))
@@ -463,7 +507,7 @@ def test_a_full_disk_is_told_before_and_leaves_whole_shards(tmp_path, monkeypatc
                         lambda path: usage._replace(free=100000 if shard_bytes(out) else 1 << 40))
     with pytest.raises(Failed, match=r"97.7 KiB left and the next shard needs .* the same command again"):
         extract(monkeypatch, target=target, data=data, out=out, block_lines=12)
-    assert sorted(file.name for file in out.iterdir()) == [".lock", "manifest.json",
+    assert sorted(file.name for file in out.iterdir()) == [".lock", "journal-0.jsonl", "manifest.json",
                                                            "shard-00000.safetensors"]
     monkeypatch.undo()
     assert extract(monkeypatch, target=target, data=data, out=out, block_lines=12)["samples"] == 24

@@ -20,9 +20,8 @@ from tqdm import tqdm
 
 import extract_hidden_states
 from common.cli import UserError
-from common.files import read_sealed, write_json, write_sealed
-from common.shards import ACKNOWLEDGED, Shards, read_manifest
-from extract_hidden_states import take_over
+from common.files import append_sealed, read_sealed, write_json, write_sealed
+from common.shards import ACKNOWLEDGED, Journals, Shards, read_manifest
 from tests import tiny
 from tests.scripts import EXACT, call, shell
 from train_drafter import Stream, expected_tokens, schedule
@@ -361,15 +360,25 @@ def test_a_paused_extraction_goes_on_on_a_disk_of_the_bound(work, tmp_path, monk
     assert 0 < asked[0] <= ROOM * 1e9 - there
 
 
-def test_what_other_processes_finished_is_listed_while_rank_0_waits(work, tmp_path):
+def test_what_every_process_finished_is_listed_while_rank_0_waits(work, tmp_path, capsys):
     """Else training would wait for a shard that is on disk, and the extraction for training."""
     manifest = read_manifest(work / "shards")
     manifest |= {"run": "r", "complete": False}
-    last = manifest["shards"].pop()
+    last, before = manifest["shards"].pop(), manifest["shards"].pop()
     write_sealed(tmp_path / "manifest.json", manifest)
-    write_sealed(tmp_path / "journal-1.json", {"run": "r", "finished": [last]})
-    take_over(manifest, tmp_path)
-    assert read_manifest(tmp_path)["shards"][-1] == last
+    append_sealed(tmp_path / "journal-1.jsonl", last)
+    append_sealed(tmp_path / "journal-0.jsonl", before)
+    assert read_manifest(tmp_path)["shards"][-2:] == [before, last]
+    journals = Journals(tmp_path)
+    assert len(journals.read()) == 2 and journals.read() == []
+    lines = (tmp_path / "journal-1.jsonl").read_bytes()
+    with open(tmp_path / "journal-1.jsonl", "ab") as file:
+        file.write(lines[:-9])  # as a kill leaves it, or while it is written
+        file.flush()
+        assert journals.read() == []
+        file.write(lines[-9:] + lines.replace(b'"rows": ', b'"rows": 1'))
+    assert journals.read() == [last]
+    assert "journal-1.jsonl was changed after it was written: 1 of its lines" in capsys.readouterr().err
 
 
 def test_another_extraction_in_the_same_place(work, tmp_path):

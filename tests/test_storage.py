@@ -1,15 +1,23 @@
-"""What shards hold with --store fp8 and --teacher compact, and that training learns from it."""
+"""What shards hold with --store fp8 and --teacher compact, and that training learns from it. Folders of many
+shards.
+"""
 
+import base64
 import json
+import os
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import common.shards
 import extract_hidden_states
 from common.cli import UserError
 from common.drafter import load_drafter
+from common.files import write_sealed
 from common.loss import CompactTeacher, Teacher, TrainStep
-from common.shards import Shards, bytes_per_token, store_states
+from common.shards import Shards, bytes_per_token, read_manifest, store_states
 from common.target import open_target
 from common.ttt import make_batch
 from tests import tiny
@@ -132,3 +140,75 @@ def test_training_learns_from_the_smallest_storage(work, tmp_path):
         call("train_drafter", "--shards", work / "small", "--eval-shards", work / "bf16", "--target",
              work / "target", "--out",
              tmp_path / "x", "--draft-vocab", "full", "--dry-run")
+
+
+def test_the_index_is_that_of_the_shards_themselves(work, monkeypatch):
+    """Whether it is of the manifest's entries, of the files' content, or, with verify, of both."""
+    shards = Shards(work / "small")
+    again = Shards(work / "small", verify=True)
+    assert (shards.index == again.index).all() and not shards.open and again.open
+    for number in range(len(shards.index)):
+        sample = shards.sample(number)
+        assert shards.index[number, 2] == len(sample["input_ids"])
+        assert shards.index[number, 5] == sample["loss_mask"][2:].sum()
+    entries = read_manifest(work / "small")["shards"]
+    monkeypatch.setattr(common.shards, "sha256_file", lambda path: entries[0]["sha256"])
+    told = np.frombuffer(base64.b64decode(entries[0]["index"]), dtype="<i4").copy()
+    told[0] += 1
+    shards = Shards(work / "small")
+    shards.verify, entries[0]["index"] = True, base64.b64encode(told.tobytes()).decode()
+    with pytest.raises(UserError, match="holds other samples than the manifest says"):
+        shards.extend(entries[0])
+
+
+def test_a_hundred_thousand_shards_are_listed_without_opening_one(work, tmp_path, monkeypatch):
+    count, manifest = 100_000, read_manifest(work / "small")
+    entry = {**manifest["shards"][0], "bytes": 0, "samples": 2}
+    entry["index"] = base64.b64encode(base64.b64decode(entry["index"])[:32]).decode()
+    entries = [{**entry, "block": n, "file": f"shard-{n:05d}.safetensors"} for n in range(count)]
+    # a disk is slow to make so many files
+    monkeypatch.setattr(Shards, "_sizes", lambda self: {one["file"]: 0 for one in entries})
+    write_sealed(tmp_path / "manifest.json", {**manifest, "shards": entries})
+    monkeypatch.setattr(common.shards, "safe_open", lambda *_, **__: 1 / 0)
+    shards, small = Shards(tmp_path), Shards(work / "small")
+    samples = 2
+    assert (shards.index[:, 0] == np.arange(count).repeat(samples)).all()
+    assert (shards.index[:, 1:].reshape(count, samples, 5) == small.index[:samples, 1:]).all()
+
+
+def test_few_shards_are_mapped_at_once(work, tmp_path):
+    manifest = read_manifest(work / "small")
+    source, entry = work / "small" / manifest["shards"][0]["file"], manifest["shards"][0]
+    entries = [{**entry, "block": n, "file": f"shard-{n:05d}.safetensors"} for n in range(200)]
+    for one in entries:
+        os.link(source, tmp_path / one["file"])
+    write_sealed(tmp_path / "manifest.json", {**manifest, "shards": entries})
+    shards = Shards(tmp_path)
+    wanted = shards.sample(0)
+    for number in [*range(0, len(shards.index), entry["samples"]), 0]:
+        found = shards.sample(number)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert len(shards.open) == common.shards.OPEN and 0 < len(maps) <= 2 * common.shards.OPEN
+
+
+def test_a_block_costs_as_many_bytes_late_as_early(tmp_path):
+    """Of all that is written, the shard and its line in the journal."""
+    def written():
+        return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
+
+    cost, ids = {}, torch.arange(9, dtype=torch.int32)
+    for number in range(1001):
+        facts = {"block": 10_000 + number, "read": 1, "skipped": {}, "cut": 0}
+        if number in (10, 1000):
+            sample = {"input_ids": ids, "loss_mask": torch.ones(9, dtype=torch.uint8),
+                      "aux_hidden_states": torch.zeros(9, 192), "sample_id": 10_000 + number, "turn_id": 0,
+                      "source_id": 0, "heldout": 0}
+            before = written()
+            extract_hidden_states.write([sample], facts, None, tmp_path)
+            cost[number] = written() - before
+        else:
+            extract_hidden_states.record(facts, tmp_path)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["journal-0.jsonl", "shard-10010.safetensors", "shard-11000.safetensors"]
+    assert cost[1000] == cost[10] > 300

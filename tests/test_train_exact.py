@@ -68,7 +68,7 @@ def work(tmp_path_factory):
 
 def read_samples(folder):
     shards, samples = Shards(folder), []
-    for file in shards.files:
+    for file in map(shards.file, range(len(shards.entries))):
         numbers = {key: file.get_tensor(f"{key}s").tolist() for key in ("sample_id", "turn_id", "source_id")}
         for i in range(len(file.get_tensor("heldout"))):
             number = len(samples)
