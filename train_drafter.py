@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.accept import accept_figures
 from common.cli import (
+    PATIENCE,
     RANK,
     Failed,
     Parser,
@@ -108,6 +110,30 @@ PROBED, PROBED_TOKENS = 32, 8192  # at most so many say what a checkpoint is wor
 DOUBTFUL = 0.4  # acceptance at the first depth from which on no fresh drafter of a few steps could be as good
 FRESH_STEPS, FRESH_TOKENS = 32, 256  # what its steps are: half a minute on two cores with 49,152 rows
 DIVERGED = "training diverged; begin again in another --out with a lower --lr and --muon-lr"
+
+FAULT = "fault"  # where a process leaves word for the others of why it ends
+# Of accelerate's configuration, as its launcher hands it on in the environment, what is not heeded: the value
+# that asks for nothing, whether another one is refused, and what is done or to be done.
+NOT_HEEDED = [
+    ("ACCELERATE_USE_DEEPSPEED", "false", True, "FSDP (--use_fsdp) is what spreads a drafter over processes"),
+    ("ACCELERATE_USE_MEGATRON_LM", "false", True,
+     "FSDP (--use_fsdp) is what spreads a drafter over processes"),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", "false", True,
+     "documents are shared out over processes, nothing smaller; leave it out"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1", True,
+     "give train_drafter.py --gradient-accumulation-steps instead"),
+    ("FSDP_OFFLOAD_PARAMS", "false", True,
+     "weights and moments stay on the GPU; switch it off, and take more processes"),
+    ("FSDP_ACTIVATION_CHECKPOINTING", "false", True,
+     "switch it off, and give train_drafter.py --gradient-checkpointing"),
+    ("FSDP_IGNORED_MODULES", "none", True, "all weights are spread; leave it out"),
+    ("FSDP_VERSION", "2", False, "weights are spread as by version 2"),
+    ("FSDP_SHARDING_STRATEGY", "full_shard", False, "weights are spread over all processes"),
+    ("FSDP_AUTO_WRAP_POLICY", "no_wrap", False, "the drafter is spread as one piece"),
+    ("FSDP_STATE_DICT_TYPE", "full_state_dict", False, "a checkpoint is whole, whatever number resumes it"),
+    ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", False, "every process reads all weights of the drafter"),
+    ("ACCELERATE_DYNAMO_BACKEND", "no", False, "torch.compile is not used"),
+]
 
 # Of the arguments: what --resume may change, and what is compared by content, wherever it lies.
 PLANNING = ("tokens", "tokens_per_second", "gpu_gb")  # what only --dry-run reads
@@ -247,8 +273,9 @@ def parse_args():
     add("--gradient-checkpointing", action="store_true", help="compute the MLP of every depth again in the "
         "backward pass: half of the kept tensors for a sixth more time. Try --gradient-accumulation-steps "
         "first, which costs nothing")
-    add("--mixed-precision", choices=["no", "bf16"], help="default: what accelerate's configuration says, "
-        "else no. bf16 computes in bfloat16; weights and moments stay float32")
+    add("--mixed-precision", choices=["no", "bf16"], help="bf16 computes in bfloat16; weights and moments "
+        "stay float32. no: float32, on a GPU with TF32. Default bf16 on a GPU that has it, in a plan by "
+        "--tokens and where accelerate's configuration says so, else no")
 
     add = parser.add_argument_group("measuring").add_argument
     add("--eval-shards", metavar="DIR", help="measure on all samples of this folder, and train on all of "
@@ -293,15 +320,20 @@ def parse_args():
 
 def main():
     args = parse_args()
+    accelerator = open_accelerator(args)
+    with ending_together(accelerator):
+        return whole_run(args, accelerator)
+
+
+def whole_run(args, accelerator):
     check_arguments(args)
     if args.tokens:
-        return plan_from_config(args)
+        return plan_from_config(args, accelerator)
     inputs = open_inputs(args)
     start = choose_start(args, inputs)
     plan = make_plan(args, inputs)
-    accelerator = open_accelerator(args)
     settings = run_settings(args, inputs, start, plan, accelerator)
-    if not args.dry_run:
+    if not args.dry_run and RANK == 0:
         check_run(args.out, settings, args.resume)
     describe(args, inputs, start, plan)
     if args.dry_run:
@@ -321,7 +353,8 @@ def check_arguments(args):
                         "--follow and --init checkpoint")
     if args.tokens_per_second and not args.tokens:
         raise UserError("--tokens-per-second is for --dry-run with --tokens; give those, or leave it out")
-    missing = [f"--{name}" for name in ("shards", "out") if not args.tokens and not getattr(args, name)]
+    wanted = ("shards", "out") if RANK == 0 else ("shards",)  # the first process alone reads and writes --out
+    missing = [f"--{name}" for name in wanted if not args.tokens and not getattr(args, name)]
     if missing:
         raise UserError(f"the following arguments are required: {', '.join(missing)}; --help lists the "
                         "arguments")
@@ -341,10 +374,118 @@ def check_arguments(args):
         raise UserError("--log-with all: none is installed; pip install tensorboard, or leave --log-with out")
     if args.log_with not in (None, "all") and not find_spec(args.log_with):
         raise UserError(f"--log-with {args.log_with}: it is not installed; pip install {args.log_with}")
-    if args.plot:
+    if args.plot and RANK == 0:
         check_plot(args.plot, args.out)
-    if args.out:
+    if args.out and RANK == 0:
         check_output_folder(args.out, "run.json")
+
+
+# The processes
+
+
+def open_accelerator(args):
+    """The Accelerator, which also starts the processes' talk."""
+    check_configuration()
+    accelerator = Accelerator(mixed_precision=choose_precision(args), log_with=args.log_with,
+                              project_dir=str(args.out), dynamo_backend="no")
+    if accelerator.mixed_precision == "no" and accelerator.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+    return accelerator
+
+
+def check_configuration():
+    """Refuse what of accelerate's configuration is not heeded and matters, and warn of the rest of it."""
+    on = {name for name, value in os.environ.items() if value.lower() == "true"}
+    for variable, harmless, refused, words in NOT_HEEDED:
+        value = os.environ.get(variable, "")
+        unused = variable.startswith("FSDP_") and "ACCELERATE_USE_FSDP" not in on
+        if unused or value.lower() in ("", harmless):
+            continue
+        name = variable.removeprefix("ACCELERATE_").lower()
+        if refused:
+            raise UserError(f"accelerate's configuration says {name} {value}, which is not supported: "
+                            f"{words}")
+        say(f"warning: accelerate's configuration says {name} {value}, which is not heeded: {words}")
+
+
+def choose_precision(args):
+    """"bf16" or "no". A launcher's "no" is also what it says where nobody was asked, and so no wish."""
+    if args.mixed_precision:
+        return args.mixed_precision
+    told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if told not in ("no", "bf16"):
+        raise UserError(f"accelerate's configuration says mixed precision {told}, which is not supported; "
+                        "take bf16, or --mixed-precision no for float32")
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    able = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+    return "bf16" if told == "bf16" or able or args.tokens else "no"
+
+
+@contextmanager
+def ending_together(accelerator):
+    """A fault of one process ends all: each looks every second for one of another, for which it would wait in
+    a collective until that gives up, which takes ten minutes or more. The first process of a machine says
+    what it was."""
+    if accelerator.num_processes == 1:
+        yield
+        return
+    store, done = torch.distributed.distributed_c10d._get_default_store(), threading.Event()
+    watcher = threading.Thread(target=watch_others, args=(store.clone(), done), daemon=True)
+    watcher.start()
+    try:
+        yield
+        accelerator.wait_for_everyone()  # none leaves while another may still look for it
+    except BaseException as error:
+        done.set()
+        tell_others(store, error)
+        raise
+    finally:
+        done.set()
+        watcher.join()
+
+
+def tell_others(store, error):
+    """Leave word of this process's fault. Raises Failed in place of what only follows from another's, a
+    connection that broke."""
+    words = str(error) or type(error).__name__
+    broken = isinstance(error, torch.distributed.DistError) or (
+        type(error) is RuntimeError and re.search("gloo|NCCL|onnection (reset|closed)", words))
+    if broken:
+        time.sleep(2.0)  # the other leaves its word
+        raise Failed(others_fault(store)[1]) from None
+    if not isinstance(error, (UserError, Failed, OSError, KeyboardInterrupt)):
+        words = f"{type(error).__name__}, of which its output tells more"
+    fault = [2 if isinstance(error, UserError) else 1, f"process {RANK} of {os.uname().nodename}: {words}"]
+    with suppress(RuntimeError):  # there is nobody left
+        store.set(FAULT, json.dumps(fault))
+
+
+def others_fault(store):
+    """(exit code, sentence) of what another process left word of, or that it could not."""
+    with suppress(RuntimeError):
+        if store.check([FAULT]):
+            return json.loads(store.get(FAULT))
+    return 1, ("the connection to another process broke: one was ended, which its machine's output or memory "
+               "may explain; the same command with --resume goes on from the last checkpoint")
+
+
+def watch_others(store, done):
+    """End this process when another has left word of a fault, or the store is gone. It does not wait for
+    this one's main thread, which may be in a collective."""
+    while not done.wait(1.0):
+        try:
+            if not store.check([FAULT]):
+                continue
+        except RuntimeError:
+            if done.wait(5.0):
+                return
+        code, words = others_fault(store)
+        first = os.environ.get("LOCAL_RANK", str(RANK)) == "0"
+        if not first and done.wait(PATIENCE):  # torchrun ends all when one ends: that one shall have spoken
+            return
+        if first:
+            print(f"{os.path.basename(sys.argv[0])}: {words}", file=sys.stderr, flush=True)
+        os._exit(code)
 
 
 # What is trained on
@@ -748,7 +889,8 @@ class Stream:
         self.queue, self.stopped = None, threading.Event()
         self.path = shards.folder / ACKNOWLEDGED
         self.samples = self.planned["samples"] - self.planned["heldout_samples"]
-        self._check()
+        if RANK == 0:
+            self._check()
         self.tokens = expected_tokens(shards)
         self.steps = max(1, round(self.tokens / batch_tokens))
         fits = self.planned["room"] * self.planned["tokens"] // (2 * sum(self.planned["block_bytes"]))
@@ -863,14 +1005,6 @@ class Stream:
                 say(f"shard {block} of {self.planned['blocks']} is not there yet: is the extraction running?")
             if self.stopped.wait(1.0):
                 raise UserError("stopped")
-
-
-def open_accelerator(args):
-    accelerator = Accelerator(mixed_precision=args.mixed_precision, log_with=args.log_with,
-                              project_dir=str(args.out), dynamo_backend="no")
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise UserError(f"mixed precision {accelerator.mixed_precision} is not supported; take bf16 or no")
-    return accelerator
 
 
 def run_settings(args, inputs, start, plan, accelerator):
@@ -1025,12 +1159,11 @@ def sharded():
     return fsdp and torch.distributed.is_initialized()
 
 
-def plan_from_config(args):
+def plan_from_config(args, accelerator):
     """The summary of --dry-run --tokens, after the plan was said: of the target its config.json is all that
     is read."""
     target = open_target(args.target, args.revision, args.trust_remote_code, config_only=True)
     full, chosen = target.vocab_size, decide_vocabulary(args.draft_vocab, target.vocab_size)
-    accelerator = open_accelerator(args)
     epochs = args.epochs or 2
     tokens = args.tokens * epochs
     batch_tokens = step_tokens(args, tokens)
@@ -1108,7 +1241,7 @@ def plan_commands(args, target, draft_vocab, memory):
             words += ["--vocab-map", "map"]
     launch = "accelerate launch"
     if memory > FILLED * args.gpu_gb * 1e9:  # weights, gradients and moments spread over GPUs
-        launch += " --use_fsdp --fsdp_version 2 --num_processes 8"
+        launch += " --use_fsdp --fsdp_version 2 --fsdp_cpu_ram_efficient_loading false --num_processes 8"
     commands.append(f"{launch} train_drafter.py --shards shards --out drafter {shlex.join(words)}")
     return commands
 
@@ -1124,10 +1257,11 @@ def begin(args, inputs, start, plan, accelerator, settings):
     embedding, drafter = inputs.embedding.to(device), start.drafter.to(device)
     map_rows = None if start.map_rows is None else start.map_rows.to(device)
     teacher = make_teacher(args, inputs, start, device, compute)
-    probed = None
-    if (args.out / "run.json").exists():
+    begun, probed = RANK == 0 and (args.out / "run.json").exists(), None
+    if begun:
         probed = read_sealed(args.out / "run.json")["start"]
-    elif args.init == "checkpoint":
+    begun, probed = from_main((begun, probed))
+    if not begun and args.init == "checkpoint":
         probed = probe(args, inputs, start, embedding, teacher, map_rows)
     if probed and probed["warning"]:
         inputs.warnings.append(probed["warning"])
@@ -1141,7 +1275,11 @@ def begin(args, inputs, start, plan, accelerator, settings):
                 "best": None, **plan.order.position}
     moments = {}
     if args.resume:
-        progress, moments = load_checkpoint(args.out, drafter, progress)
+        if RANK == 0:
+            progress, moments = load_checkpoint(args.out, drafter, progress)
+        progress = from_main(progress)
+        for weight in drafter.state_dict().values() if accelerator.num_processes > 1 else ():
+            torch.distributed.broadcast(weight, 0)
     if args.follow:
         plan.order.begin(progress)
     step = TrainStep(drafter, embedding, teacher, args.ttt_steps, DEPTH_DECAY, args.loss)
@@ -1155,6 +1293,11 @@ def begin(args, inputs, start, plan, accelerator, settings):
         optimizers, progress, saved=progress["step"], probed=probed,
         block=training_block(args, inputs, start, settings, probed),
     )
+
+
+def from_main(value):
+    """`value` as the main process has it: --out is read by no other."""
+    return broadcast_object_list([value])[0]
 
 
 def make_teacher(args, inputs, start, device, compute):
@@ -1389,9 +1532,7 @@ def load_checkpoint(out, drafter, fresh):
     if later and progress is fresh and (out / "model.safetensors").exists():
         raise UserError(f"--resume: none of the checkpoints in {out} is whole, and training anew would "
                         f"replace its drafter; give another --out, or remove {out / 'model.safetensors'}")
-    if RANK != 0:
-        return progress, moments
-    for folder in later:  # another process that still reads one finds it as damaged when it is gone
+    for folder in later:
         names = (folder.with_name(f"{folder.name}.damaged-{number}") for number in count(1))
         os.rename(folder, next(name for name in names if not os.path.lexists(name)))
     if (out / "metrics.jsonl").exists():
@@ -1446,16 +1587,24 @@ def not_finite(tensors):
 
 
 def restore_moments(optimizers, parameters, moments):
-    """Give the optimizers the moments that load_checkpoint found; of a parameter that is spread, a part."""
+    """Give the optimizers the moments that load_checkpoint found in the main process, one after the other; of
+    a parameter that is spread, a part."""
+    found = {name: {key: value.shape for key, value in own.items()} for name, own in moments.items()}
+    found = from_main(found)
     names = {parameter: name for name, parameter in parameters.items()}
-    for optimizer in optimizers if moments else ():
+    for optimizer in optimizers if found else ():
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            for key, value in moments[names[parameter]].items():
-                if value.dim() and isinstance(parameter, DTensor):
-                    value = distribute_tensor(value.to(parameter.device), parameter.device_mesh,
-                                              parameter.placements, src_data_rank=None)
-                device = "cpu" if key == "step" and not parameter.is_cuda else parameter.device
-                optimizer.state[parameter][key] = value.to(device)
+            name = names[parameter]
+            for key, shape in found[name].items():
+                value = moments[name][key] if name in moments else torch.empty(shape)
+                value = value.to(parameter.device)
+                if torch.distributed.is_initialized():
+                    torch.distributed.broadcast(value, 0)
+                if shape and isinstance(parameter, DTensor):
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements,
+                                              src_data_rank=None)
+                on_cpu = key == "step" and not parameter.is_cuda
+                optimizer.state[parameter][key] = value.cpu() if on_cpu else value
 
 
 # The training
@@ -1733,7 +1882,7 @@ def finish(training):
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         training.lock.close()
-    if not (args.out / "model.safetensors").exists():
+    if RANK == 0 and not (args.out / "model.safetensors").exists():
         raise UserError(f"{args.out} has lost its model.safetensors since it was trained; copy that of one "
                         "of its checkpoints there")
     if args.log_with:
