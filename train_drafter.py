@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,7 +72,7 @@ from common.files import (
     sha256_file,
     write_sealed,
 )
-from common.loss import CHUNK_BYTES, PIECE, CompactTeacher, Teacher, TrainStep, simulate, simulated
+from common.loss import CHUNK_BYTES, PIECE, CompactTeacher, Teacher, TrainStep, packs, simulate, simulated
 from common.plan import FILLED, say_storages, serving_size, storages
 from common.plots import check_plot, plot_training
 from common.provenance import compare, made_for, target_record
@@ -335,7 +335,7 @@ def whole_run(args, accelerator):
     settings = run_settings(args, inputs, start, plan, accelerator)
     if not args.dry_run and RANK == 0:
         check_run(args.out, settings, args.resume)
-    describe(args, inputs, start, plan)
+    describe(args, inputs, start, plan, accelerator.num_processes)
     if args.dry_run:
         return dry_run_summary(args, inputs, start, plan, accelerator)
     training = begin(args, inputs, start, plan, accelerator, settings)
@@ -386,8 +386,10 @@ def check_arguments(args):
 def open_accelerator(args):
     """The Accelerator, which also starts the processes' talk."""
     check_configuration()
+    # gradients lie in the buckets that are sent; there are no buffers
+    buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     accelerator = Accelerator(mixed_precision=choose_precision(args), log_with=args.log_with,
-                              project_dir=str(args.out), dynamo_backend="no")
+                              project_dir=str(args.out), dynamo_backend="no", kwargs_handlers=[buckets])
     if accelerator.mixed_precision == "no" and accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
     return accelerator
@@ -1037,7 +1039,7 @@ def check_run(out, settings, resume):
                             f"in {out} began; give the same arguments, or another --out")
 
 
-def describe(args, inputs, start, plan):
+def describe(args, inputs, start, plan, processes):
     """Say what is to be trained, and what is doubtful about it."""
     for warning in inputs.warnings:
         say(f"warning: {warning}")
@@ -1072,9 +1074,27 @@ def describe(args, inputs, start, plan):
         f"about {order.tokens / order.steps:.0f} tokens by muon at a rate of up to {args.muon_lr:.2g} and "
         f"AdamW at up to {plan.lr:.2g}, depth {args.ttt_steps}, {order.samples} samples, "
         f"{len(inputs.heldout)} held out")
+    doubts(args, inputs, start, plan, processes)
+
+
+def doubts(args, inputs, start, plan, processes):
+    """Say which steps and checkpoints will be a waste."""
+    order = plan.order
     if order.steps < 100 and order.steps != args.max_steps:
         more = "" if args.follow else " or more --epochs"
         say(f"warning: {order.steps} steps are few; a smaller --batch-tokens{more} gives more")
+    length = inputs.shards.index[:, 2].mean()
+    busy = max(1, round(order.tokens / order.steps / length))
+    if busy < processes:
+        say(f"warning: a step of {plan.batch_tokens} tokens has about {busy} samples, so that of {processes} "
+            f"processes {processes - busy} have nothing to do; --batch-tokens {round(processes * length)} or "
+            "more gives each one, in fewer steps")
+    room = inputs.shards.manifest["planned"]["room"] if args.follow else math.inf
+    whole = checkpoint_bytes(start.drafter)
+    if whole > room / 4:
+        say(f"warning: a checkpoint takes {human_bytes(whole)}, and one is written for every half of the "
+            f"{human_bytes(room)} that --max-disk-gb leaves to shards: saving may take most of the time; "
+            "extract with a larger --max-disk-gb")
 
 
 def head_and_layer(drafter):
@@ -1087,7 +1107,11 @@ def dry_run_summary(args, inputs, start, plan, accelerator):
     """The summary of --dry-run, after what it costs was said."""
     order = plan.order
     compact, table = "teacher_ids" in inputs.shards.manifest["stored"], inputs.embedding.nbytes
-    memory = step_memory(args, start.drafter, table, compact, plan.batch_tokens, accelerator)
+    # A sample is not cut: a process takes the longest one whole, alone.
+    longest = int(inputs.shards.index[:, 2].max())
+    parts = accelerator.num_processes * args.gradient_accumulation_steps
+    fullest = max(plan.batch_tokens, longest * parts)
+    memory = step_memory(args, start.drafter, table, compact, fullest, accelerator)
     disk = checkpoint_bytes(start.drafter)
     tried = ""
     if args.init == "checkpoint":
@@ -1131,8 +1155,8 @@ def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerat
     state = 4 * sum(part.numel() for part in drafter.parameters()) + 12 * trained - 4 * layer
     if sharded():
         state = state // processes + wide * (head + layer) + 4 * trained
-    elif processes > 1:
-        state += 4 * trained  # DDP's buckets
+    elif processes > 1 and args.gradient_accumulation_steps > 1:
+        state += 4 * trained  # DDP's buckets, into which the sum of the first micro-batches is copied
     teacher_rows = 0 if compact else config["vocab_size" if args.loss != "kl" else "draft_vocab_size"]
     # In bfloat16 the layer's matrices once more, in float32 those that are joined; all their gradients; the
     # lm_head's copy and the product that is added to its gradient.
@@ -1348,9 +1372,53 @@ def make_optimizers(parameters, lr, muon_lr):
     return [
         torch.optim.AdamW([{"params": others, "initial_lr": lr}], lr=lr, betas=(0.9, 0.95), weight_decay=0.0,
                           fused=True),
-        torch.optim.Muon([{"params": matrices, "initial_lr": muon_lr}], lr=muon_lr, weight_decay=0.0,
-                         adjust_lr_fn="original"),
+        Muon([{"params": matrices, "initial_lr": muon_lr}], lr=muon_lr, weight_decay=0.0,
+             adjust_lr_fn="original"),
     ]
+
+
+class Muon(torch.optim.Muon):
+    """torch's, with the same bits, but each process orthogonalises its share of the matrices only and hands
+    them to the others. Without weight decay, and with a gradient for each matrix."""
+
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        matrices, updates = group["params"], []
+        for matrix in matrices:
+            own = self.state[matrix]
+            if not own:
+                own["momentum_buffer"] = torch.zeros_like(matrix.grad)
+            momentum = own["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
+            update = matrix.grad.lerp(momentum, group["momentum"]).bfloat16()
+            updates.append(update.full_tensor() if isinstance(update, DTensor) else update)
+        several = torch.distributed.is_initialized()
+        processes = torch.distributed.get_world_size() if several else 1
+        costs = np.array([matrix.numel() * min(matrix.shape) for matrix in matrices], dtype=np.int64)
+        shares = share_out(np.arange(len(matrices)), costs, processes)
+        for number in shares[torch.distributed.get_rank() if several else 0]:
+            updates[number] = orthogonal(updates[number], group["ns_coefficients"], group["ns_steps"],
+                                         group["eps"])
+        for process, share in enumerate(shares):
+            for number in share:
+                matrix, update = matrices[number], updates[number]
+                if several:
+                    torch.distributed.broadcast(update, process)
+                if isinstance(matrix, DTensor):
+                    update = distribute_tensor(update, matrix.device_mesh, matrix.placements,
+                                               src_data_rank=None)
+                matrix.add_(update, alpha=-group["lr"] * math.sqrt(max(1, matrix.shape[0] / matrix.shape[1])))
+
+
+def orthogonal(matrix, coefficients, steps, eps):
+    """The nearest orthogonal matrix to `matrix` [m, n], bfloat16, about: Newton-Schulz as in torch's Muon."""
+    a, b, c = coefficients
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide if matrix.shape[0] <= matrix.shape[1] else wide.T).contiguous()
 
 
 def training_block(args, inputs, start, settings, probed):
@@ -1659,7 +1727,7 @@ def load_step(training, number):
         return None
     chosen, position = found
     parts = min(len(chosen), accelerator.num_processes * training.args.gradient_accumulation_steps)
-    parts = [part for part in share_out(chosen, shards.index[chosen, 2], parts) if part]
+    parts = [part for part in share_out(chosen, sample_costs(training, chosen), parts) if part]
     mine = parts[accelerator.process_index :: accelerator.num_processes]
     idle = len(mine) * accelerator.num_processes < len(parts)
     if idle:  # nothing of its own is left: it takes another's samples and learns nothing from them
@@ -1670,13 +1738,23 @@ def load_step(training, number):
     return chosen, position, batches
 
 
-def share_out(samples, lengths, parts):
-    """Split samples into `parts` lists of about equal tokens; the same split wherever it is computed."""
+def sample_costs(training, samples, heldout=False):
+    """int64 [n] the products that a step, or a measurement, needs for each sample: fc for each token; for
+    each label and depth all other weights, and attention over half of the sample's tokens."""
+    index = (training.inputs.evaluation if heldout else training.inputs.shards).index[samples]
+    drafter, depths = training.step.drafter, training.args.ttt_steps
+    fc, width = drafter.fc.weight.numel(), drafter.config["num_attention_heads"] * drafter.config["head_dim"]
+    each = sum(head_and_layer(drafter)) - fc
+    return index[:, 2] * fc + index[:, 5] * depths * (each + index[:, 2] * width)
+
+
+def share_out(samples, costs, parts):
+    """Split samples into `parts` lists of about equal cost; the same split wherever it is computed."""
     shares, loads = [[] for _ in range(parts)], [0] * parts
-    for number in np.argsort(-lengths, kind="stable"):
+    for number in np.argsort(-costs, kind="stable"):
         lightest = loads.index(min(loads))
         shares[lightest].append(int(samples[number]))
-        loads[lightest] += int(lengths[number])
+        loads[lightest] += int(costs[number])
     return shares
 
 
@@ -1776,16 +1854,17 @@ def measure(training):
     """Accept length, simulated, and loss on the held-out samples: the same for any number of processes."""
     accelerator, inputs, drafter = training.accelerator, training.inputs, training.step.drafter
     device, evaluation = accelerator.device, inputs.evaluation
-    own = slice(accelerator.process_index, None, accelerator.num_processes)
     some = inputs.heldout[:LOSS_SAMPLES]
+    mine, mine_of_some = (share_out(samples, sample_costs(training, samples, heldout=True),
+                                    accelerator.num_processes)[accelerator.process_index]
+                          for samples in (inputs.heldout, some))
     if training.sharded:
         training.model.unshard()
     with accelerator.autocast(), torch.no_grad():
-        counts = simulated(drafter, training.embedding, training.map_rows, evaluation, inputs.heldout[own],
+        counts = simulated(drafter, training.embedding, training.map_rows, evaluation, mine,
                            training.args.eval_steps).sum(0).to(device)  # [2, K]
         loss = torch.zeros((), device=device)
-        for first in range(0, len(some[own]), 8):
-            part = some[own][first : first + 8]
+        for part in packs(mine_of_some, evaluation.index[:, 2]):
             batch = make_batch([evaluation.sample(number) for number in part], device)
             # not the module itself, whose hooks would wait for the other processes
             loss += training.step.forward(batch, 1.0)[0]

@@ -40,14 +40,14 @@ def main():
     sys.argv = ["train_drafter.py", *arguments, *([] if second else ["--out", out])]
     load, name = train_drafter.load_step, os.uname().nodename
 
-    def faulty(training, number):
+    def faulty(training, number, *more):
         if number == 1 and kind == "user":
             raise UserError(f"the disk of {name} is upside down; turn it")
         if number == 1 and kind == "bug":
             raise ValueError("five is no four")
         if number == 1 and kind == "killed":
             os.kill(os.getpid(), 9)
-        return load(training, number)
+        return load(training, number, *more)
 
     if second:
         train_drafter.load_step = faulty
