@@ -208,7 +208,9 @@ class Training:
     parameters: dict  # name -> parameter, of those that are trained
     optimizers: list
     progress: dict  # the counters, and the last and the best measurement, as progress.json holds them
-    saved: int  # step of the last checkpoint
+    writer: ThreadPoolExecutor  # one thread, of the main process
+    writing: Any  # the Future of what it writes, or None
+    saved: int  # step of the last checkpoint, on disk or being written
     probed: dict | None  # what the checkpoint that it started from was worth
     block: dict  # the `training` block of config.json, but for the figures of the step
 
@@ -339,8 +341,9 @@ def whole_run(args, accelerator):
     if args.dry_run:
         return dry_run_summary(args, inputs, start, plan, accelerator)
     training = begin(args, inputs, start, plan, accelerator, settings)
-    train(training)
-    finish(training)
+    with training.writer:
+        train(training)
+        finish(training)
     return report(training)
 
 
@@ -967,7 +970,8 @@ class Stream:
                 raise UserError(f"--resume: {self.out} goes on at shard {self.position['block']}, and those "
                                 f"before {gone} were removed when a later checkpoint had read them; restore "
                                 "that checkpoint, or extract again and train anew")
-        self.acknowledge(self.position["block"])
+        self.acknowledged = self.position["block"]
+        self.acknowledge(self.acknowledged)
 
     def due(self, block):
         """Whether a checkpoint should make room, with all shards before `block` read: at half of what may be
@@ -976,7 +980,6 @@ class Stream:
 
     def acknowledge(self, block, finished=False):
         """A durable checkpoint covers all shards before `block`: they may be removed."""
-        self.acknowledged = block
         if RANK == 0:
             write_sealed(self.path, {"run": self.run, "out": str(self.out.absolute()), "blocks": block,
                                      "finished": finished})
@@ -1314,7 +1317,7 @@ def begin(args, inputs, start, plan, accelerator, settings):
     restore_moments(optimizers, parameters, moments)
     return Training(
         args, inputs, start, plan, accelerator, lock, embedding, map_rows, step, model, sharded(), parameters,
-        optimizers, progress, saved=progress["step"], probed=probed,
+        optimizers, progress, ThreadPoolExecutor(1), None, saved=progress["step"], probed=probed,
         block=training_block(args, inputs, start, settings, probed),
     )
 
@@ -1703,6 +1706,7 @@ def train(training):
             tokens = int(training.inputs.shards.index[chosen, 2].sum())
             progress |= {"step": step + 1, "tokens": progress["tokens"] + tokens, "loss": figures[0],
                          "seconds": time.monotonic() - begun, **position}
+            written(training, wait=False)
             note_step(training, bar, figures, {"lr": plan.lr * share, "grad_norm": norm, "tokens": tokens})
 
             moment = time.monotonic()
@@ -1882,8 +1886,10 @@ def measure(training):
 
 
 def store(training, best, checkpoint):
-    """Write the drafter of --out, a checkpoint, or both: gathered from all processes, written by one."""
+    """Have the drafter of --out, a checkpoint, or both written: copied here, gathered from all processes, and
+    written by a thread of the main one, of which one writes at a time."""
     args, progress, main_one = training.args, training.progress, training.accelerator.is_main_process
+    written(training)
     weights = gather(training.step.drafter.state_dict(), main_one)
     moments = {}
     if checkpoint:
@@ -1895,32 +1901,44 @@ def store(training, best, checkpoint):
     broken = not_finite({**weights, **moments})
     if broken:
         raise Failed(f"{broken} is not finite after step {progress['step']}: {DIVERGED}")
+    last = progress["last"] or {}
+    figures = {"steps": progress["step"], "loss": progress["loss"],
+               "accept_length": last.get("accept_length"), "acceptance": last.get("acceptance")}
+    config = {**training.step.drafter.config, "training": finite({**training.block, **figures})}
+    counters = finite(progress)
 
-    def export(folder, weights):
-        last = progress["last"] or {}
-        figures = {"steps": progress["step"], "loss": progress["loss"],
-                   "accept_length": last.get("accept_length"), "acceptance": last.get("acceptance")}
-        block = finite({**training.block, **figures})
-        save_drafter(folder, weights, {**training.step.drafter.config, "training": block}, training.map_rows)
+    def write():
+        if best:
+            save_drafter(args.out, weights, config, training.map_rows)
+        if checkpoint:
+            save_checkpoint(args.out, lambda folder: save_drafter(folder, weights, config, training.map_rows),
+                            weights, moments, counters, args.keep)
+        if checkpoint and args.follow:
+            training.plan.order.acknowledge(counters["block"])
 
-    if best and main_one:
-        export(args.out, weights)
-    if checkpoint and main_one:
-        save_checkpoint(args.out, export, weights, moments, finite(progress), args.keep)
     if checkpoint:
         training.saved = progress["step"]
         if args.follow:
-            training.plan.order.acknowledge(progress["block"])
+            training.plan.order.acknowledged = progress["block"]
+    if main_one:
+        training.writing = training.writer.submit(write)
+
+
+def written(training, wait=True):
+    """Raise what the thread failed with: after it has ended or, without `wait`, if it has."""
+    if training.writing and (wait or training.writing.done()):
+        training.writing.result()
+        training.writing = None
 
 
 def gather(tensors, keep):
-    """The tensors of a dict on the CPU, whole where they are spread over the processes, each of which must
-    call this; {} unless `keep`."""
+    """Copies on the CPU of the tensors of a dict, whole where they are spread over the processes, each of
+    which must call this; {} unless `keep`."""
     whole = {}
     for name, tensor in tensors.items():
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            whole[name] = tensor.detach().cpu().contiguous()
+            whole[name] = tensor.detach().to("cpu", copy=True).contiguous()
     return whole
 
 
@@ -1929,7 +1947,7 @@ def save_checkpoint(out, export, weights, moments, progress, keep):
     counters, whole or absent. Only the last `keep` stay; of the others this run's files are removed and
     anything else is left."""
     def fill(folder):
-        export(folder, weights)
+        export(folder)
         state = folder / "state"
         state.mkdir()
         replace_file(state / "weights.safetensors", lambda path: save_file(weights, path))
@@ -1956,6 +1974,7 @@ def finish(training):
     args, progress, accelerator = training.args, training.progress, training.accelerator
     measured = progress["last"] is not None and progress["last"]["step"] == progress["step"]
     look(training, measuring=not measured, saving=training.saved < progress["step"])
+    written(training)
     if args.follow:
         training.plan.order.acknowledge(progress["block"], finished=True)
     accelerator.wait_for_everyone()
