@@ -19,7 +19,7 @@ import threading
 import time
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,6 +40,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.accept import accept_figures
 from common.cli import (
+    PATIENCE,
     RANK,
     Failed,
     Parser,
@@ -78,6 +80,7 @@ from common.loss import (
     Teacher,
     TrainStep,
     chunk_rows,
+    packs,
     simulate,
     simulated,
 )
@@ -120,6 +123,30 @@ PROBED, PROBED_TOKENS = 32, 8192  # at most so many say what a checkpoint is wor
 DOUBTFUL = 0.4  # acceptance at the first depth from which on no fresh drafter of a few steps could be as good
 FRESH_STEPS, FRESH_TOKENS = 32, 256  # what its steps are: half a minute on two cores with 49,152 rows
 DIVERGED = "training diverged; begin again in another --out with a lower --lr and --muon-lr"
+
+FAULT = "fault"  # where a process leaves word for the others of why it ends
+# Of accelerate's configuration, as its launcher hands it on in the environment, what is not heeded: the value
+# that asks for nothing, whether another one is refused, and what is done or to be done.
+NOT_HEEDED = [
+    ("ACCELERATE_USE_DEEPSPEED", "false", True, "FSDP (--use_fsdp) is what spreads a drafter over processes"),
+    ("ACCELERATE_USE_MEGATRON_LM", "false", True,
+     "FSDP (--use_fsdp) is what spreads a drafter over processes"),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", "false", True,
+     "documents are shared out over processes, nothing smaller; leave it out"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1", True,
+     "give train_drafter.py --gradient-accumulation-steps instead"),
+    ("FSDP_OFFLOAD_PARAMS", "false", True,
+     "weights and moments stay on the GPU; switch it off, and take more processes"),
+    ("FSDP_ACTIVATION_CHECKPOINTING", "false", True,
+     "switch it off, and give train_drafter.py --gradient-checkpointing"),
+    ("FSDP_IGNORED_MODULES", "none", True, "all weights are spread; leave it out"),
+    ("FSDP_VERSION", "2", False, "weights are spread as by version 2"),
+    ("FSDP_SHARDING_STRATEGY", "full_shard", False, "weights are spread over all processes"),
+    ("FSDP_AUTO_WRAP_POLICY", "no_wrap", False, "the drafter is spread as one piece"),
+    ("FSDP_STATE_DICT_TYPE", "full_state_dict", False, "a checkpoint is whole, whatever number resumes it"),
+    ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", False, "every process reads all weights of the drafter"),
+    ("ACCELERATE_DYNAMO_BACKEND", "no", False, "torch.compile is not used"),
+]
 
 # Of the arguments: what --resume may change, and what is compared by content, wherever it lies.
 PLANNING = ("tokens", "tokens_per_second", "gpu_gb")  # what only --dry-run reads
@@ -203,7 +230,9 @@ class Training:
     parameters: dict  # name -> parameter, of those that are trained
     optimizers: list
     progress: dict  # the counters, and the last and the best measurement, as progress.json holds them
-    saved: int  # step of the last checkpoint
+    writer: ThreadPoolExecutor  # one thread, of the main process
+    writing: Any  # the Future of what it writes, or None
+    saved: int  # step of the last checkpoint, on disk or being written
     probed: dict | None  # what the checkpoint that it started from was worth
     block: dict  # the `training` block of config.json, but for the figures of the step
 
@@ -268,8 +297,9 @@ def parse_args():
     add("--gradient-checkpointing", action="store_true", help="compute the MLP of every depth again in the "
         "backward pass: half of the kept tensors for a sixth more time. Try --gradient-accumulation-steps "
         "first, which costs nothing")
-    add("--mixed-precision", choices=["no", "bf16"], help="default: what accelerate's configuration says, "
-        "else no. bf16 computes in bfloat16; weights and moments stay float32")
+    add("--mixed-precision", choices=["no", "bf16"], help="bf16 computes in bfloat16; weights and moments "
+        "stay float32. no: float32, on a GPU with TF32. Default bf16 on a GPU that has it, in a plan by "
+        "--tokens and where accelerate's configuration says so, else no")
 
     add = parser.add_argument_group("measuring").add_argument
     add("--eval-shards", metavar="DIR", help="measure on all samples of this folder, and train on all of "
@@ -314,22 +344,28 @@ def parse_args():
 
 def main():
     args = parse_args()
+    accelerator = open_accelerator(args)
+    with ending_together(accelerator):
+        return whole_run(args, accelerator)
+
+
+def whole_run(args, accelerator):
     check_arguments(args)
     if args.tokens:
-        return plan_from_config(args)
+        return plan_from_config(args, accelerator)
     inputs = open_inputs(args)
     start = choose_start(args, inputs)
     plan = make_plan(args, inputs)
-    accelerator = open_accelerator(args)
     settings = run_settings(args, inputs, start, plan, accelerator)
-    if not args.dry_run:
+    if not args.dry_run and RANK == 0:
         check_run(args.out, settings, args.resume)
-    describe(args, inputs, start, plan)
+    describe(args, inputs, start, plan, accelerator.num_processes)
     if args.dry_run:
         return dry_run_summary(args, inputs, start, plan, accelerator)
     training = begin(args, inputs, start, plan, accelerator, settings)
-    train(training)
-    finish(training)
+    with training.writer:
+        train(training)
+        finish(training)
     return report(training)
 
 
@@ -342,7 +378,8 @@ def check_arguments(args):
                         "--follow and --init checkpoint")
     if args.tokens_per_second and not args.tokens:
         raise UserError("--tokens-per-second is for --dry-run with --tokens; give those, or leave it out")
-    missing = [f"--{name}" for name in ("shards", "out") if not args.tokens and not getattr(args, name)]
+    wanted = ("shards", "out") if RANK == 0 else ("shards",)  # the first process alone reads and writes --out
+    missing = [f"--{name}" for name in wanted if not args.tokens and not getattr(args, name)]
     if missing:
         raise UserError(f"the following arguments are required: {', '.join(missing)}; --help lists the "
                         "arguments")
@@ -362,10 +399,120 @@ def check_arguments(args):
         raise UserError("--log-with all: none is installed; pip install tensorboard, or leave --log-with out")
     if args.log_with not in (None, "all") and not find_spec(args.log_with):
         raise UserError(f"--log-with {args.log_with}: it is not installed; pip install {args.log_with}")
-    if args.plot:
+    if args.plot and RANK == 0:
         check_plot(args.plot, args.out)
-    if args.out:
+    if args.out and RANK == 0:
         check_output_folder(args.out, "run.json")
+
+
+# The processes
+
+
+def open_accelerator(args):
+    """The Accelerator, which also starts the processes' talk."""
+    check_configuration()
+    # gradients lie in the buckets that are sent; there are no buffers
+    buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    accelerator = Accelerator(mixed_precision=choose_precision(args), log_with=args.log_with,
+                              project_dir=str(args.out), dynamo_backend="no", kwargs_handlers=[buckets])
+    if accelerator.mixed_precision == "no" and accelerator.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+    return accelerator
+
+
+def check_configuration():
+    """Refuse what of accelerate's configuration is not heeded and matters, and warn of the rest of it."""
+    on = {name for name, value in os.environ.items() if value.lower() == "true"}
+    for variable, harmless, refused, words in NOT_HEEDED:
+        value = os.environ.get(variable, "")
+        unused = variable.startswith("FSDP_") and "ACCELERATE_USE_FSDP" not in on
+        if unused or value.lower() in ("", harmless):
+            continue
+        name = variable.removeprefix("ACCELERATE_").lower()
+        if refused:
+            raise UserError(f"accelerate's configuration says {name} {value}, which is not supported: "
+                            f"{words}")
+        say(f"warning: accelerate's configuration says {name} {value}, which is not heeded: {words}")
+
+
+def choose_precision(args):
+    """"bf16" or "no". A launcher's "no" is also what it says where nobody was asked, and so no wish."""
+    if args.mixed_precision:
+        return args.mixed_precision
+    told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if told not in ("no", "bf16"):
+        raise UserError(f"accelerate's configuration says mixed precision {told}, which is not supported; "
+                        "take bf16, or --mixed-precision no for float32")
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    able = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+    return "bf16" if told == "bf16" or able or args.tokens else "no"
+
+
+@contextmanager
+def ending_together(accelerator):
+    """A fault of one process ends all: each looks every second for one of another, for which it would wait in
+    a collective until that gives up, which takes ten minutes or more. The first process of a machine says
+    what it was."""
+    if accelerator.num_processes == 1:
+        yield
+        return
+    store, done = torch.distributed.distributed_c10d._get_default_store(), threading.Event()
+    watcher = threading.Thread(target=watch_others, args=(store.clone(), done), daemon=True)
+    watcher.start()
+    try:
+        yield
+        accelerator.wait_for_everyone()  # none leaves while another may still look for it
+    except BaseException as error:
+        done.set()
+        tell_others(store, error)
+        raise
+    finally:
+        done.set()
+        watcher.join()
+
+
+def tell_others(store, error):
+    """Leave word of this process's fault. Raises Failed in place of what only follows from another's, a
+    connection that broke."""
+    words = str(error) or type(error).__name__
+    broken = isinstance(error, torch.distributed.DistError) or (
+        type(error) is RuntimeError and re.search("gloo|NCCL|onnection (reset|closed)", words))
+    if broken:
+        time.sleep(2.0)  # the other leaves its word
+        raise Failed(others_fault(store)[1]) from None
+    if not isinstance(error, (UserError, Failed, OSError, KeyboardInterrupt)):
+        words = f"{type(error).__name__}, of which its output tells more"
+    fault = [2 if isinstance(error, UserError) else 1, f"process {RANK} of {os.uname().nodename}: {words}"]
+    with suppress(RuntimeError):  # there is nobody left
+        store.set(FAULT, json.dumps(fault))
+
+
+def others_fault(store):
+    """(exit code, sentence) of what another process left word of, or that it could not."""
+    with suppress(RuntimeError):
+        if store.check([FAULT]):
+            return json.loads(store.get(FAULT))
+    return 1, ("the connection to another process broke: one was ended, which its machine's output or memory "
+               "may explain; the same command with --resume goes on from the last checkpoint")
+
+
+def watch_others(store, done):
+    """End this process when another has left word of a fault, or the store is gone. It does not wait for
+    this one's main thread, which may be in a collective."""
+    while not done.wait(1.0):
+        try:
+            if not store.check([FAULT]):
+                continue
+        except RuntimeError:
+            if done.wait(5.0):
+                return
+        code, words = others_fault(store)
+        first = os.environ.get("LOCAL_RANK", str(RANK)) == "0"
+        if not first and done.wait(PATIENCE):  # torchrun ends all when one ends: that one shall have spoken
+            return
+        if first:
+            print(f"{os.path.basename(sys.argv[0])}: {words}", file=sys.stderr, flush=True)
+        os._exit(code)
 
 
 # What is trained on
@@ -769,7 +916,8 @@ class Stream:
         self.queue, self.stopped = None, threading.Event()
         self.path = shards.folder / ACKNOWLEDGED
         self.samples = self.planned["samples"] - self.planned["heldout_samples"]
-        self._check()
+        if RANK == 0:
+            self._check()
         self.tokens = expected_tokens(shards)
         self.steps = max(1, round(self.tokens / batch_tokens))
         fits = self.planned["room"] * self.planned["tokens"] // (2 * sum(self.planned["block_bytes"]))
@@ -844,7 +992,8 @@ class Stream:
                 raise UserError(f"--resume: {self.out} goes on at shard {self.position['block']}, and those "
                                 f"before {gone} were removed when a later checkpoint had read them; restore "
                                 "that checkpoint, or extract again and train anew")
-        self.acknowledge(self.position["block"])
+        self.acknowledged = self.position["block"]
+        self.acknowledge(self.acknowledged)
 
     def due(self, block):
         """Whether a checkpoint should make room, with all shards before `block` read: at half of what may be
@@ -853,7 +1002,6 @@ class Stream:
 
     def acknowledge(self, block, finished=False):
         """A durable checkpoint covers all shards before `block`: they may be removed."""
-        self.acknowledged = block
         if RANK == 0:
             write_sealed(self.path, {"run": self.run, "out": str(self.out.absolute()), "blocks": block,
                                      "finished": finished})
@@ -886,14 +1034,6 @@ class Stream:
                 raise UserError("stopped")
 
 
-def open_accelerator(args):
-    accelerator = Accelerator(mixed_precision=args.mixed_precision, log_with=args.log_with,
-                              project_dir=str(args.out), dynamo_backend="no")
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise UserError(f"mixed precision {accelerator.mixed_precision} is not supported; take bf16 or no")
-    return accelerator
-
-
 def run_settings(args, inputs, start, plan, accelerator):
     """What decides every bit of a run, as run.json holds it: --resume wants all of it again."""
     settings = {key: value for key, value in vars(args).items() if key not in MAY_CHANGE + BY_CONTENT}
@@ -924,7 +1064,7 @@ def check_run(out, settings, resume):
                             f"in {out} began; give the same arguments, or another --out")
 
 
-def describe(args, inputs, start, plan):
+def describe(args, inputs, start, plan, processes):
     """Say what is to be trained, and what is doubtful about it."""
     for warning in inputs.warnings:
         say(f"warning: {warning}")
@@ -959,9 +1099,27 @@ def describe(args, inputs, start, plan):
         f"about {order.tokens / order.steps:.0f} tokens by muon at a rate of up to {args.muon_lr:.2g} and "
         f"AdamW at up to {plan.lr:.2g}, depth {args.ttt_steps}, {order.samples} samples, "
         f"{len(inputs.heldout)} held out")
+    doubts(args, inputs, start, plan, processes)
+
+
+def doubts(args, inputs, start, plan, processes):
+    """Say which steps and checkpoints will be a waste."""
+    order = plan.order
     if order.steps < 100 and order.steps != args.max_steps:
         more = "" if args.follow else " or more --epochs"
         say(f"warning: {order.steps} steps are few; a smaller --batch-tokens{more} gives more")
+    length = inputs.shards.index[:, 2].mean()
+    busy = max(1, round(order.tokens / order.steps / length))
+    if busy < processes:
+        say(f"warning: a step of {plan.batch_tokens} tokens has about {busy} samples, so that of {processes} "
+            f"processes {processes - busy} have nothing to do; --batch-tokens {round(processes * length)} or "
+            "more gives each one, in fewer steps")
+    room = inputs.shards.manifest["planned"]["room"] if args.follow else math.inf
+    whole = checkpoint_bytes(start.drafter)
+    if whole > room / 4:
+        say(f"warning: a checkpoint takes {human_bytes(whole)}, and one is written for every half of the "
+            f"{human_bytes(room)} that --max-disk-gb leaves to shards: saving may take most of the time; "
+            "extract with a larger --max-disk-gb")
 
 
 def head_and_layer(drafter):
@@ -974,8 +1132,11 @@ def dry_run_summary(args, inputs, start, plan, accelerator):
     """The summary of --dry-run, after what it costs was said."""
     order = plan.order
     compact, table = "teacher_ids" in inputs.shards.manifest["stored"], inputs.embedding.nbytes
-    memory = step_memory(args, start.drafter, table, compact, plan.batch_tokens, accelerator,
-                         accelerator.device)
+    # A sample is not cut: a process takes the longest one whole, alone.
+    longest = int(inputs.shards.index[:, 2].max())
+    parts = accelerator.num_processes * args.gradient_accumulation_steps
+    fullest = max(plan.batch_tokens, longest * parts)
+    memory = step_memory(args, start.drafter, table, compact, fullest, accelerator, accelerator.device)
     disk = checkpoint_bytes(start.drafter)
     tried = ""
     if args.init == "checkpoint":
@@ -1020,8 +1181,8 @@ def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerat
     state = 4 * sum(part.numel() for part in drafter.parameters()) + 12 * trained - 4 * layer
     if sharded():
         state = state // processes + wide * (head + layer) + 4 * trained
-    elif processes > 1:
-        state += 4 * trained  # DDP's buckets
+    elif processes > 1 and args.gradient_accumulation_steps > 1:
+        state += 4 * trained  # DDP's buckets, into which the sum of the first micro-batches is copied
     teacher_rows = 0 if compact else config["vocab_size" if args.loss != "kl" else "draft_vocab_size"]
     # In bfloat16 the layer's matrices once more, in float32 those that are joined; all their gradients; the
     # lm_head's copy and the product that is added to its gradient.
@@ -1053,12 +1214,11 @@ def sharded():
     return fsdp and torch.distributed.is_initialized()
 
 
-def plan_from_config(args):
+def plan_from_config(args, accelerator):
     """The summary of --dry-run --tokens, after the plan was said: of the target its config.json is all that
     is read."""
     target = open_target(args.target, args.revision, args.trust_remote_code, config_only=True)
     full, chosen = target.vocab_size, decide_vocabulary(args.draft_vocab, target.vocab_size)
-    accelerator = open_accelerator(args)
     epochs = args.epochs or 2
     tokens = args.tokens * epochs
     batch_tokens = step_tokens(args, tokens)
@@ -1136,7 +1296,7 @@ def plan_commands(args, target, draft_vocab, memory):
             words += ["--vocab-map", "map"]
     launch = "accelerate launch"
     if memory > FILLED * args.gpu_gb * 1e9:  # weights, gradients and moments spread over GPUs
-        launch += " --use_fsdp --fsdp_version 2 --num_processes 8"
+        launch += " --use_fsdp --fsdp_version 2 --fsdp_cpu_ram_efficient_loading false --num_processes 8"
     commands.append(f"{launch} train_drafter.py --shards shards --out drafter {shlex.join(words)}")
     return commands
 
@@ -1152,10 +1312,11 @@ def begin(args, inputs, start, plan, accelerator, settings):
     embedding, drafter = inputs.embedding.to(device), start.drafter.to(device)
     map_rows = None if start.map_rows is None else start.map_rows.to(device)
     teacher = make_teacher(args, inputs, start, device, compute)
-    probed = None
-    if (args.out / "run.json").exists():
+    begun, probed = RANK == 0 and (args.out / "run.json").exists(), None
+    if begun:
         probed = read_sealed(args.out / "run.json")["start"]
-    elif args.init == "checkpoint":
+    begun, probed = from_main((begun, probed))
+    if not begun and args.init == "checkpoint":
         probed = probe(args, inputs, start, embedding, teacher, map_rows)
     if probed and probed["warning"]:
         inputs.warnings.append(probed["warning"])
@@ -1169,7 +1330,11 @@ def begin(args, inputs, start, plan, accelerator, settings):
                 "best": None, **plan.order.position}
     moments = {}
     if args.resume:
-        progress, moments = load_checkpoint(args.out, drafter, progress)
+        if RANK == 0:
+            progress, moments = load_checkpoint(args.out, drafter, progress)
+        progress = from_main(progress)
+        for weight in drafter.state_dict().values() if accelerator.num_processes > 1 else ():
+            torch.distributed.broadcast(weight, 0)
     if args.follow:
         plan.order.begin(progress)
     step = TrainStep(drafter, embedding, teacher, args.ttt_steps, DEPTH_DECAY, args.loss)
@@ -1180,9 +1345,14 @@ def begin(args, inputs, start, plan, accelerator, settings):
     restore_moments(optimizers, parameters, moments)
     return Training(
         args, inputs, start, plan, accelerator, lock, embedding, map_rows, step, model, sharded(), parameters,
-        optimizers, progress, saved=progress["step"], probed=probed,
+        optimizers, progress, ThreadPoolExecutor(1), None, saved=progress["step"], probed=probed,
         block=training_block(args, inputs, start, settings, probed),
     )
+
+
+def from_main(value):
+    """`value` as the main process has it: --out is read by no other."""
+    return broadcast_object_list([value])[0]
 
 
 def make_teacher(args, inputs, start, device, compute):
@@ -1233,9 +1403,53 @@ def make_optimizers(parameters, lr, muon_lr):
     return [
         torch.optim.AdamW([{"params": others, "initial_lr": lr}], lr=lr, betas=(0.9, 0.95), weight_decay=0.0,
                           fused=True),
-        torch.optim.Muon([{"params": matrices, "initial_lr": muon_lr}], lr=muon_lr, weight_decay=0.0,
-                         adjust_lr_fn="original"),
+        Muon([{"params": matrices, "initial_lr": muon_lr}], lr=muon_lr, weight_decay=0.0,
+             adjust_lr_fn="original"),
     ]
+
+
+class Muon(torch.optim.Muon):
+    """torch's, with the same bits, but each process orthogonalises its share of the matrices only and hands
+    them to the others. Without weight decay, and with a gradient for each matrix."""
+
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        matrices, updates = group["params"], []
+        for matrix in matrices:
+            own = self.state[matrix]
+            if not own:
+                own["momentum_buffer"] = torch.zeros_like(matrix.grad)
+            momentum = own["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
+            update = matrix.grad.lerp(momentum, group["momentum"]).bfloat16()
+            updates.append(update.full_tensor() if isinstance(update, DTensor) else update)
+        several = torch.distributed.is_initialized()
+        processes = torch.distributed.get_world_size() if several else 1
+        costs = np.array([matrix.numel() * min(matrix.shape) for matrix in matrices], dtype=np.int64)
+        shares = share_out(np.arange(len(matrices)), costs, processes)
+        for number in shares[torch.distributed.get_rank() if several else 0]:
+            updates[number] = orthogonal(updates[number], group["ns_coefficients"], group["ns_steps"],
+                                         group["eps"])
+        for process, share in enumerate(shares):
+            for number in share:
+                matrix, update = matrices[number], updates[number]
+                if several:
+                    torch.distributed.broadcast(update, process)
+                if isinstance(matrix, DTensor):
+                    update = distribute_tensor(update, matrix.device_mesh, matrix.placements,
+                                               src_data_rank=None)
+                matrix.add_(update, alpha=-group["lr"] * math.sqrt(max(1, matrix.shape[0] / matrix.shape[1])))
+
+
+def orthogonal(matrix, coefficients, steps, eps):
+    """The nearest orthogonal matrix to `matrix` [m, n], bfloat16, about: Newton-Schulz as in torch's Muon."""
+    a, b, c = coefficients
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide if matrix.shape[0] <= matrix.shape[1] else wide.T).contiguous()
 
 
 def training_block(args, inputs, start, settings, probed):
@@ -1417,9 +1631,7 @@ def load_checkpoint(out, drafter, fresh):
     if later and progress is fresh and (out / "model.safetensors").exists():
         raise UserError(f"--resume: none of the checkpoints in {out} is whole, and training anew would "
                         f"replace its drafter; give another --out, or remove {out / 'model.safetensors'}")
-    if RANK != 0:
-        return progress, moments
-    for folder in later:  # another process that still reads one finds it as damaged when it is gone
+    for folder in later:
         names = (folder.with_name(f"{folder.name}.damaged-{number}") for number in count(1))
         os.rename(folder, next(name for name in names if not os.path.lexists(name)))
     if (out / "metrics.jsonl").exists():
@@ -1474,16 +1686,24 @@ def not_finite(tensors):
 
 
 def restore_moments(optimizers, parameters, moments):
-    """Give the optimizers the moments that load_checkpoint found; of a parameter that is spread, a part."""
+    """Give the optimizers the moments that load_checkpoint found in the main process, one after the other; of
+    a parameter that is spread, a part."""
+    found = {name: {key: value.shape for key, value in own.items()} for name, own in moments.items()}
+    found = from_main(found)
     names = {parameter: name for name, parameter in parameters.items()}
-    for optimizer in optimizers if moments else ():
+    for optimizer in optimizers if found else ():
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            for key, value in moments[names[parameter]].items():
-                if value.dim() and isinstance(parameter, DTensor):
-                    value = distribute_tensor(value.to(parameter.device), parameter.device_mesh,
-                                              parameter.placements, src_data_rank=None)
-                device = "cpu" if key == "step" and not parameter.is_cuda else parameter.device
-                optimizer.state[parameter][key] = value.to(device)
+            name = names[parameter]
+            for key, shape in found[name].items():
+                value = moments[name][key] if name in moments else torch.empty(shape)
+                value = value.to(parameter.device)
+                if torch.distributed.is_initialized():
+                    torch.distributed.broadcast(value, 0)
+                if shape and isinstance(parameter, DTensor):
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements,
+                                              src_data_rank=None)
+                on_cpu = key == "step" and not parameter.is_cuda
+                optimizer.state[parameter][key] = value.cpu() if on_cpu else value
 
 
 # The training
@@ -1514,6 +1734,7 @@ def train(training):
             tokens = int(training.inputs.shards.index[chosen, 2].sum())
             progress |= {"step": step + 1, "tokens": progress["tokens"] + tokens, "loss": figures[0],
                          "seconds": time.monotonic() - begun, **position}
+            written(training, wait=False)
             note_step(training, bar, figures, {"lr": plan.lr * share, "grad_norm": norm, "tokens": tokens})
 
             moment = time.monotonic()
@@ -1543,7 +1764,7 @@ def load_step(training, number, spread):
         return None
     chosen, place = found
     parts = min(len(chosen), accelerator.num_processes * training.args.gradient_accumulation_steps)
-    parts = [part for part in share_out(chosen, shards.index[chosen, 2], parts) if part]
+    parts = [part for part in share_out(chosen, sample_costs(training, chosen), parts) if part]
     mine = parts[accelerator.process_index :: accelerator.num_processes]
     idle = len(mine) * accelerator.num_processes < len(parts)
     if idle:  # nothing of its own is left: it takes another's samples and learns nothing from them
@@ -1561,13 +1782,23 @@ def load_step(training, number, spread):
     return chosen, place, batches
 
 
-def share_out(samples, lengths, parts):
-    """Split samples into `parts` lists of about equal tokens; the same split wherever it is computed."""
+def sample_costs(training, samples, heldout=False):
+    """int64 [n] the products that a step, or a measurement, needs for each sample: fc for each token; for
+    each label and depth all other weights, and attention over half of the sample's tokens."""
+    index = (training.inputs.evaluation if heldout else training.inputs.shards).index[samples]
+    drafter, depths = training.step.drafter, training.args.ttt_steps
+    fc, width = drafter.fc.weight.numel(), drafter.config["num_attention_heads"] * drafter.config["head_dim"]
+    each = sum(head_and_layer(drafter)) - fc
+    return index[:, 2] * fc + index[:, 5] * depths * (each + index[:, 2] * width)
+
+
+def share_out(samples, costs, parts):
+    """Split samples into `parts` lists of about equal cost; the same split wherever it is computed."""
     shares, loads = [[] for _ in range(parts)], [0] * parts
-    for number in np.argsort(-lengths, kind="stable"):
+    for number in np.argsort(-costs, kind="stable"):
         lightest = loads.index(min(loads))
         shares[lightest].append(int(samples[number]))
-        loads[lightest] += int(lengths[number])
+        loads[lightest] += int(costs[number])
     return shares
 
 
@@ -1685,16 +1916,17 @@ def measure(training):
     """Accept length, simulated, and loss on the held-out samples: the same for any number of processes."""
     accelerator, inputs, drafter = training.accelerator, training.inputs, training.step.drafter
     device, evaluation = accelerator.device, inputs.evaluation
-    own = slice(accelerator.process_index, None, accelerator.num_processes)
     some = inputs.heldout[:LOSS_SAMPLES]
+    mine, mine_of_some = (share_out(samples, sample_costs(training, samples, heldout=True),
+                                    accelerator.num_processes)[accelerator.process_index]
+                          for samples in (inputs.heldout, some))
     if training.sharded:
         training.model.unshard()
     with accelerator.autocast(), torch.no_grad():
-        counts = simulated(drafter, training.embedding, training.map_rows, evaluation, inputs.heldout[own],
+        counts = simulated(drafter, training.embedding, training.map_rows, evaluation, mine,
                            training.args.eval_steps).sum(0).to(device)  # [2, K]
         loss = torch.zeros((), device=device)
-        for first in range(0, len(some[own]), 8):
-            part = some[own][first : first + 8]
+        for part in packs(mine_of_some, evaluation.index[:, 2]):
             batch = make_batch([evaluation.sample(number) for number in part], device)
             # not the module itself, whose hooks would wait for the other processes
             loss += training.step.forward(batch, 1.0)[0]
@@ -1712,8 +1944,10 @@ def measure(training):
 
 
 def store(training, best, checkpoint):
-    """Write the drafter of --out, a checkpoint, or both: gathered from all processes, written by one."""
+    """Have the drafter of --out, a checkpoint, or both written: copied here, gathered from all processes, and
+    written by a thread of the main one, of which one writes at a time."""
     args, progress, main_one = training.args, training.progress, training.accelerator.is_main_process
+    written(training)
     weights = gather(training.step.drafter.state_dict(), main_one)
     moments = {}
     if checkpoint:
@@ -1725,32 +1959,44 @@ def store(training, best, checkpoint):
     broken = not_finite({**weights, **moments})
     if broken:
         raise Failed(f"{broken} is not finite after step {progress['step']}: {DIVERGED}")
+    last = progress["last"] or {}
+    figures = {"steps": progress["step"], "loss": progress["loss"],
+               "accept_length": last.get("accept_length"), "acceptance": last.get("acceptance")}
+    config = {**training.step.drafter.config, "training": finite({**training.block, **figures})}
+    counters = finite(progress)
 
-    def export(folder, weights):
-        last = progress["last"] or {}
-        figures = {"steps": progress["step"], "loss": progress["loss"],
-                   "accept_length": last.get("accept_length"), "acceptance": last.get("acceptance")}
-        block = finite({**training.block, **figures})
-        save_drafter(folder, weights, {**training.step.drafter.config, "training": block}, training.map_rows)
+    def write():
+        if best:
+            save_drafter(args.out, weights, config, training.map_rows)
+        if checkpoint:
+            save_checkpoint(args.out, lambda folder: save_drafter(folder, weights, config, training.map_rows),
+                            weights, moments, counters, args.keep)
+        if checkpoint and args.follow:
+            training.plan.order.acknowledge(counters["block"])
 
-    if best and main_one:
-        export(args.out, weights)
-    if checkpoint and main_one:
-        save_checkpoint(args.out, export, weights, moments, finite(progress), args.keep)
     if checkpoint:
         training.saved = progress["step"]
         if args.follow:
-            training.plan.order.acknowledge(progress["block"])
+            training.plan.order.acknowledged = progress["block"]
+    if main_one:
+        training.writing = training.writer.submit(write)
+
+
+def written(training, wait=True):
+    """Raise what the thread failed with: after it has ended or, without `wait`, if it has."""
+    if training.writing and (wait or training.writing.done()):
+        training.writing.result()
+        training.writing = None
 
 
 def gather(tensors, keep):
-    """The tensors of a dict on the CPU, whole where they are spread over the processes, each of which must
-    call this; {} unless `keep`."""
+    """Copies on the CPU of the tensors of a dict, whole where they are spread over the processes, each of
+    which must call this; {} unless `keep`."""
     whole = {}
     for name, tensor in tensors.items():
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            whole[name] = tensor.detach().cpu().contiguous()
+            whole[name] = tensor.detach().to("cpu", copy=True).contiguous()
     return whole
 
 
@@ -1759,7 +2005,7 @@ def save_checkpoint(out, export, weights, moments, progress, keep):
     counters, whole or absent. Only the last `keep` stay; of the others this run's files are removed and
     anything else is left."""
     def fill(folder):
-        export(folder, weights)
+        export(folder)
         state = folder / "state"
         state.mkdir()
         replace_file(state / "weights.safetensors", lambda path: save_file(weights, path))
@@ -1786,12 +2032,13 @@ def finish(training):
     args, progress, accelerator = training.args, training.progress, training.accelerator
     measured = progress["last"] is not None and progress["last"]["step"] == progress["step"]
     look(training, measuring=not measured, saving=training.saved < progress["step"])
+    written(training)
     if args.follow:
         training.plan.order.acknowledge(progress["block"], finished=True)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         training.lock.close()
-    if not (args.out / "model.safetensors").exists():
+    if RANK == 0 and not (args.out / "model.safetensors").exists():
         raise UserError(f"{args.out} has lost its model.safetensors since it was trained; copy that of one "
                         "of its checkpoints there")
     if args.log_with:

@@ -28,6 +28,7 @@ DRAFTED = ("input_ids", "loss_mask", "aux_hidden_states", "target_argmax")  # of
 CHUNK_BYTES, DEVICE_CHUNK_BYTES = 256 * 1024 * 1024, 1024 * 1024 * 1024
 # Rows of logits at a time: full-speed products, and on a CPU what is done to them finds them in the cache.
 PIECE, DEVICE_PIECE = 256, 2048
+MEASURED = 8192  # tokens that are measured at a time, and one sample if it is longer
 BLOCK = 4 * 1024 * 1024  # elements of the lm_head's gradient at a time on a CPU: much faster in its cache
 
 
@@ -404,6 +405,20 @@ def simulate(loss_mask, bounds, rows, hits):
     return counts
 
 
+def packs(samples, lengths):
+    """`samples` (numbers) in lists of together at most MEASURED tokens, or of one longer; lengths: int64 [S]
+    of every sample."""
+    part, tokens = [], 0
+    for number in samples:
+        if part and tokens + lengths[number] > MEASURED:
+            yield part
+            part, tokens = [], 0
+        part.append(int(number))
+        tokens += lengths[number]
+    if part:
+        yield part
+
+
 def simulated(drafter, embedding, map_rows, shards, samples, steps, progress=None):
     """The counts of `simulate` for `samples` (numbers) of a Shards folder, int64 [S, 2, steps] on the CPU.
 
@@ -411,8 +426,7 @@ def simulated(drafter, embedding, map_rows, shards, samples, steps, progress=Non
     None.
     """
     counts = [torch.zeros(0, 2, steps, dtype=torch.int64)]
-    for first in range(0, len(samples), 8):
-        part = samples[first : first + 8]
+    for part in packs(samples, shards.index[:, 2]):
         batch = make_batch([shards.sample(int(number), DRAFTED) for number in part], embedding.device)
         rows, hits = draft_hits(drafter, embedding, batch, map_rows, steps)
         counts.append(simulate(batch["loss_mask"], batch["bounds"], rows, hits))

@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def call(script, *arguments):
     """`main()` of a script in this process: its summary, or (summary, code). UserError is raised as it is."""
     module = importlib.import_module(script)
+    if "accelerate.state" in sys.modules:  # whose precision a process cannot change otherwise
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=False)
     before, sys.argv = sys.argv, [script + ".py", *map(str, arguments)]
     try:
         return module.main()

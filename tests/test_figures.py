@@ -127,7 +127,7 @@ def test_speed_up_interval_against_a_slow_bootstrap():
     assert interval([[1.0, 2.0]], lambda sums: sums[0]) is None
 
 
-def test_simulated_counts_equal_a_slow_walk():
+def test_simulated_counts_equal_a_slow_walk(monkeypatch):
     """Every sample's own, over batches of several: each draft recomputed alone in float64, then the rounds
     played."""
     drafter, steps = drafter_of(norm=1.0), 3
@@ -148,7 +148,9 @@ def test_simulated_counts_equal_a_slow_walk():
                  for place, (choice, row) in hits.items()}
         hit = lambda depth, t, right=right: right[depth, t]  # noqa: E731
         wanted.append(reference.walk(sample["loss_mask"].tolist(), hit, steps))
-    stored = SimpleNamespace(sample=lambda number, names: {name: samples[number][name] for name in names})
+    stored = SimpleNamespace(sample=lambda number, names: {name: samples[number][name] for name in names},
+                             index=np.array([[0, 0, len(sample["input_ids"])] for sample in samples]))
+    monkeypatch.setattr("common.loss.MEASURED", 40)
     counts = simulated(drafter, EMBEDDING, MAP, stored, np.arange(10), steps)
     assert counts.shape == (10, 2, steps)
     assert [(int(count[1].sum()), int(count[0, 0])) for count in counts] == wanted

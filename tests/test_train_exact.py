@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from common.cli import UserError
@@ -100,8 +99,6 @@ def padded(sample, extra=5):
 
 def train(work, out, *more):
     """The summary of a run in this process, with the full vocabulary of work/shards unless told otherwise."""
-    # else the precision of the process's first run would stay
-    AcceleratorState._reset_state(reset_partial_state=False)
     arguments = ["--target", work / "target", "--out", out, *more]
     arguments += [] if "--shards" in more else ["--shards", work / "shards"]
     arguments += [] if "--draft-vocab" in more else ["--draft-vocab", "full"]

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
+import train_drafter
 from common import cli
 from common.cli import Failed, UserError
 from common.drafter import load_drafter
@@ -62,8 +63,14 @@ def _train(arguments, log, out, fatal, operations):
         subject = values[1] if event == "os.rename" else values[0]  # a rename by what it makes
         seen.append(f"{event} {subject}")
 
+    def store_and_wait(training, best, checkpoint):  # operations of two threads would have no order
+        store(training, best, checkpoint)
+        train_drafter.written(training)
+
+    store = train_drafter.store
     if fatal is not None or operations:
         sys.addaudithook(watch)
+        train_drafter.store = store_and_wait
     call("train_drafter", *arguments)
     if operations:
         names, seen = list(seen), ["done"]
@@ -303,6 +310,38 @@ def test_a_start_from_a_checkpoint_that_is_killed_measures_it_once(work, straigh
     assert [record["step"] for record in records if "heldout" in record] == [0, 1, 2]
 
 
+def test_training_goes_on_while_a_checkpoint_is_written(work, tmp_path, monkeypatch):
+    """That of step 3 is written when step 4 is done, and is the one of step 3."""
+    later, save, note = threading.Event(), train_drafter.save_checkpoint, train_drafter.note_step
+
+    def late(out, export, weights, moments, progress, keep):
+        assert progress["step"] != 3 or later.wait(60)
+        save(out, export, weights, moments, progress, keep)
+
+    def noted(training, *what):
+        note(training, *what)
+        later.set() if training.progress["step"] == 4 else None
+
+    monkeypatch.setattr(train_drafter, "save_checkpoint", late)
+    monkeypatch.setattr(train_drafter, "note_step", noted)
+    resume(work, tmp_path / "out", "--keep", 9)
+    monkeypatch.undo()
+    resume(work, tmp_path / "straight", "--keep", 9)
+    assert later.is_set()
+    assert_equal_runs(tmp_path / "out", tmp_path / "straight")
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_training(work, tmp_path, monkeypatch):
+    def full(*what):
+        raise OSError(28, "No space left on device", "checkpoints")
+
+    monkeypatch.setattr(train_drafter, "save_checkpoint", full)
+    with pytest.raises(OSError, match="No space left"):
+        resume(work, tmp_path / "out")
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert len([line for line in lines if "lr" in json.loads(line)]) <= 3
+
+
 # What is found damaged
 
 
@@ -356,9 +395,9 @@ def test_damaged_checkpoints_do_not_count_among_those_kept(tmp_path):
     drafter = torch.nn.Linear(2, 2)
     assert load_checkpoint(tmp_path, drafter, fresh) == (fresh, {})
 
-    def export(folder, weights):
+    def export(folder):
         (folder / "config.json").write_text("{}")
-        save_file(weights, folder / "model.safetensors")
+        save_file(drafter.state_dict(), folder / "model.safetensors")
 
     moments = {f"momentum/{name}": torch.ones(2) for name in ("weight", "bias")}
     for step in (1, 2, 3):

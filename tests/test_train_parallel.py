@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +19,12 @@ import common.cli
 import common.ttt
 import train_drafter
 from common.cli import Progress, UserError
+from common.drafter import load_drafter
+from common.loss import packs
 from common.target import Target
 from tests.scripts import call, make_work
 from tests.test_train import adamw_alone
-from train_drafter import plan_steps
+from train_drafter import plan_steps, sample_costs, share_out
 
 # Forked from a process that has imported everything and done nothing else: a start takes no second.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -147,6 +150,44 @@ def test_muon_on_sharded_matrices_learns_the_same(work, tmp_path):
     assert "exp_avg/fc.weight" not in stored
 
 
+MATRICES = ((24, 16), (16, 24), (8, 40), (40, 8), (16, 16))
+
+
+def _muon(rank, port, answers):
+    """Three steps of our Muon, or of torch's where `rank` is None; how many matrices it orthogonalises."""
+    kind, calls, orthogonal = train_drafter.Muon, [], train_drafter.orthogonal
+    if rank is None:
+        kind = torch.optim.Muon
+    else:
+        torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        train_drafter.orthogonal = lambda *inputs: calls.append(1) or orthogonal(*inputs)
+    torch.manual_seed(0)
+    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in MATRICES]
+    optimizer = kind(matrices, lr=0.02, weight_decay=0.0, adjust_lr_fn="original")
+    for _ in range(3):
+        for matrix in matrices:
+            matrix.grad = torch.randn_like(matrix)
+        optimizer.step()
+    answers.put((len(calls) / 3, [matrix.tolist() for matrix in matrices]))
+
+
+def test_muon_shares_its_matrices_out_and_gives_torchs_bits():
+    answers = PROCESSES.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = [PROCESSES.Process(target=_muon, args=(rank, port, answers)) for rank in (0, 1)]
+    for process in started:
+        process.start()
+    found = [answers.get(timeout=120) for _ in started]
+    for process in started:
+        process.join()
+    _muon(None, port, answers)
+    assert sum(count for count, _ in found) == len(MATRICES) and all(count >= 2 for count, _ in found)
+    wanted = answers.get(timeout=10)[1]
+    assert all(matrices == wanted for _, matrices in found)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_sharded_run_is_resumed_in_any_number_of_processes(work, sharded, tmp_path, processes):
     """From step 3 of 6; in the same number bit for bit."""
@@ -186,6 +227,27 @@ def test_gradient_checkpointing_changes_no_bit(work, tmp_path, monkeypatch):
     folders = (tmp_path / "out", work / "one")
     ours, theirs = (load_file(out / STATE / "weights.safetensors") for out in folders)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_samples_are_shared_out_by_their_cost(work):
+    """The two that are all labels do not meet, as they would by tokens alone."""
+    index = np.zeros((5, 6), dtype=np.int64)
+    index[:, 2], index[:, 5] = [100, 101, 102, 99, 20], [100, 101, 1, 1, 20]
+    drafter, _ = load_drafter(work / "one")
+    training = SimpleNamespace(step=SimpleNamespace(drafter=drafter), args=SimpleNamespace(ttt_steps=3),
+                               inputs=SimpleNamespace(shards=SimpleNamespace(index=index)))
+    costs, config, fc = sample_costs(training, np.arange(5)), drafter.config, drafter.fc.weight.numel()
+    each = sum(part.numel() for part in drafter.parameters()) - fc
+    width = config["num_attention_heads"] * config["head_dim"]
+    assert costs[1] == 101 * fc + 101 * 3 * (each + 101 * width)
+    assert [sorted(share) for share in share_out(np.arange(5), costs, 2)] == [[1, 2, 3], [0, 4]]
+
+
+def test_samples_are_measured_by_tokens(monkeypatch):
+    monkeypatch.setattr("common.loss.MEASURED", 10)
+    lengths = np.array([4, 6, 1, 30, 9, 2])
+    assert list(packs([0, 1, 2, 3, 5, 4], lengths)) == [[0, 1], [2], [3], [5], [4]]
+    assert list(packs([], lengths)) == []
 
 
 @pytest.mark.parametrize("max_steps", [None, 1, 30])
