@@ -18,7 +18,7 @@ from argparse import Namespace
 from bisect import bisect
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -97,6 +97,7 @@ from common.shards import (
 from common.target import Target, choices, end_ids, load_tokenizer, open_target, parse_layers, stop_ids
 from common.target_model import TargetModel, check_capture
 
+PLACE = itemgetter("sample_id", "turn_id")
 # A block, the lines of one shard, is computed in memory and redone whole after an interruption.
 BLOCK_LINES, BLOCK_BYTES = 512, 2 << 30
 # Of large data, --generate-rows times as many answers make a group: places that are free are taken again, and
@@ -254,11 +255,12 @@ def main():
             backend = held.enter_context(open_backend(job, group and group.device))
             if RANK == 0 and not begun:
                 held.enter_context(begin(manifest, None, plan, args))
+            hours = 0
             if RANK == 0:
-                expect(backend, missing, plan, job)
+                hours = expect(backend, missing, plan, job)
             else:
                 held.enter_context(follow(manifest, args.out))
-            extract(manifest, mine, set(missing), plan, backend, job)
+            extract(manifest, mine, set(missing), plan, backend, job, 3600 * hours)
         if RANK != 0:
             return {}
         wait_for_others(manifest, plan, args.out)
@@ -381,6 +383,11 @@ def group_blocks(blocks, generate_rows):
 
 def conversations_of(blocks, plan):
     return [conversation for block in blocks for conversation in plan.blocks[block]]
+
+
+def bound(blocks, plan):
+    """Tokens of these blocks, at most where answers are written."""
+    return sum(c["bound"] for c in conversations_of(blocks, plan))
 
 
 def token_counts(conversations, job):
@@ -763,6 +770,11 @@ class Transformers:
         aux, last = self.model.states(ids.to(self.device))  # [B, T, 3H], [B, T, H]
         return [(aux[n, : len(sample)], last[n, : len(sample)]) for n, sample in enumerate(samples)]
 
+    def flow(self, batches):
+        """The states of each batch, in order. The next one is computed meanwhile, but on a CPU, whose cores
+        are wanted already."""
+        return (map if self.device.type == "cpu" else ahead)(self.states, batches)
+
 
 def open_backend(job, device=None):
     """What --backend names, ready to run. Raises UserError when it cannot."""
@@ -784,7 +796,7 @@ def free_space(out):
 
 def space_needed(missing, plan, args):
     """Bytes that the missing blocks will take, at most. With --max-disk-gb what is there is part of it."""
-    need = sum(c["bound"] for c in conversations_of(missing, plan)) * plan.row_bytes
+    need = bound(missing, plan) * plan.row_bytes
     if args.max_disk_gb is None:
         return need
     there = sum(path.stat().st_size for path in args.out.glob("shard-*.safetensors"))
@@ -814,7 +826,7 @@ def dry_run(begun, rows, plan, job, started):
     share = plan.supervised / tokens
     sizes = storages(job.target.hidden_size, min(CANDIDATES, job.target.vocab_size), share)
     say_storages(sizes, tokens)
-    left = sum(c["bound"] for c in conversations_of(missing, plan))
+    left = bound(missing, plan)
     if args.tokens_per_second:
         hours = left / args.tokens_per_second / 3600
         say(f"at {args.tokens_per_second:g} tokens/s this will take {hours:.1f} hours")
@@ -860,13 +872,13 @@ def expect(backend, missing, plan, job):
     some of their samples. Returns hours."""
     start, conversations = time.monotonic(), conversations_of(missing, plan)
     some = trial_samples(conversations, job)
-    work, written, bound = 0.0, "", ""  # seconds of one process
+    work, written, most = 0.0, "", ""  # seconds of one process
     if job.sampling:
         first, token = time_answers(backend, some, job.sampling)
         longest = job.sampling["max_new_tokens"]
         work = sum(c["samples"] for c in conversations) * (first + longest * token)
         written = f" and {1 / token:.0f} tokens/s of answers" if token else ""
-        bound = f", if all answers take {longest} tokens"
+        most = f", if all answers take {longest} tokens"
     began = time.monotonic()
     pack(backend, some, backend.states(ids_of(some)), job, Counter())
     rate = sum(len(sample["input_ids"]) for sample in some) / (time.monotonic() - began)
@@ -878,7 +890,7 @@ def expect(backend, missing, plan, job):
     else:
         words = f"{seconds:.0f} s"
     processes = f"; {job.processes} processes" if job.processes > 1 else ""
-    say(f"this will take about {words}{bound} ({rate:.0f} tokens/s of states{written} in a trial of "
+    say(f"this will take about {words}{most} ({rate:.0f} tokens/s of states{written} in a trial of "
         f"{len(some)} samples, {time.monotonic() - start:.1f} s{processes})")
     return seconds / 3600
 
@@ -915,32 +927,54 @@ def time_answers(backend, samples, sampling):
 # The extraction
 
 
-def extract(manifest, mine, missing, plan, backend, job):
-    """Make the missing blocks of the groups `mine`. Each is written by a thread while the next one is
-    computed."""
-    conversations = [c for group in mine for block in group if block in missing for c in plan.blocks[block]]
-    if job.sampling:
-        progress = Progress(sum(c["samples"] for c in conversations), "answers", "extracting")
-    else:
-        progress = Progress(sum(c["bound"] for c in conversations), "tokens", "extracting")
-    read, writing = None, None
-    with ThreadPoolExecutor(1) as writer:
-        for group in mine:
-            answers = group_answers(backend, group, plan, job, progress) if job.sampling else None
-            left = sorted(missing.intersection(group))
-            for block in left:
-                samples, skipped, cut = block_samples(plan.blocks[block], answers)
-                skipped += plan.skipped[block]
-                samples = add_states(backend, samples, job, skipped, None if answers else progress)
+def extract(manifest, mine, missing, plan, backend, job, seconds):
+    """Make the missing blocks of the groups `mine`, which will take so many seconds. Each is written by a
+    thread while the next one is computed."""
+    blocks = [[block for block in group if block in missing] for group in mine]
+    tokens = bound(sum(blocks, []), plan)
+    read = None  # the first block that a training which follows has not read
+    with (ThreadPoolExecutor(1) as writer,
+          closing(Progress(tokens, "tokens", "extracting", expected=seconds)) as progress):
+        if not job.sampling:
+            blocks = [sum(blocks, [])]
+        writing = None
+        for group, left in zip(mine, blocks, strict=False):
+            answers = None
+            if job.sampling:
+                answers = group_answers(backend, group, bound(left, plan), plan, job, progress)
+            for block, samples, skipped, cut in compute(backend, left, answers, plan, job, progress):
                 if writing:
                     writing.result()  # no more than two blocks are in memory
                 read = wait_for_room(manifest, block, read, job.args.out)
                 lines = len(plan.blocks[block]) + plan.skipped[block].total()
                 facts = {"block": block, "read": lines, "skipped": dict(skipped), "cut": cut}
-                done = job.args.out / answers_name(group) if block == left[-1] else None
+                done = job.args.out / answers_name(group) if answers and block == left[-1] else None
                 writing = writer.submit(write, samples, facts, done, job.args.out)
         writing.result()
-    progress.close()
+
+
+def compute(backend, blocks, answers, plan, job, progress):
+    """Yield (block, its samples with their states, Counter of what was skipped, answers cut by a limit).
+    answers: of the group that these are of, None where those of the rows are kept."""
+    ready = {}
+
+    def prepared(block):
+        if block not in ready:
+            ready[block] = block_samples(plan.blocks[block], answers)
+        return ready[block]
+
+    batches = (ids_of(batch) for block in blocks for batch in in_batches(prepared(block)[0], job))
+    computed = backend.flow(batches)  # further on than what is taken of it
+    for block in blocks:
+        samples, skipped, cut = prepared(block)
+        skipped += plan.skipped[block]
+        kept = []
+        for batch in in_batches(samples, job):
+            kept += pack(backend, batch, next(computed), job, skipped)
+            if answers is None:
+                progress.update(sum(len(sample["input_ids"]) for sample in batch))
+        del ready[block]
+        yield block, sorted(kept, key=PLACE), skipped, cut
 
 
 def write(samples, facts, done, out):
@@ -981,14 +1015,16 @@ def answers_name(group):
     return ANSWERS.format(*(f"{block:05d}" for block in (group[0], group[-1])))
 
 
-def group_answers(backend, group, plan, job, progress):
-    """The Answers of a group of blocks: of its file, or the target writes them, and the file."""
+def group_answers(backend, group, tokens, plan, job, progress):
+    """The Answers of a group of blocks: of its file, or the target writes them, and the file. tokens: planned
+    ones, which have passed then."""
     path = job.args.out / answers_name(group)
-    if not path.exists():
-        answers = write_answers(backend, conversations_of(group, plan), job, progress)
-        save_answers(path, answers)
-        return answers
-    return load_answers(path)
+    if path.exists():
+        progress.update(tokens)
+        return load_answers(path)
+    answers = write_answers(backend, conversations_of(group, plan), job, tokens, progress)
+    save_answers(path, answers)
+    return answers
 
 
 def save_answers(path, answers):
@@ -1027,14 +1063,16 @@ def block_samples(conversations, answers):
     return samples, skipped, sum(line in own for line in answers.cut)
 
 
-def write_answers(backend, conversations, job, progress):
-    """The Answers that the target writes, turn by turn, each in the context of its own earlier answers."""
+def write_answers(backend, conversations, job, tokens, progress):
+    """The Answers that the target writes, turn by turn, each in the context of its own earlier answers. With
+    each its share of the planned `tokens` has passed, however long it is: so the time left is right."""
     answers, written, start = Answers([], [], [], [], []), 0, time.monotonic()
+    share = tokens // max(1, sum(c["samples"] for c in conversations))
 
     def ended(ids):
         nonlocal written
         written += len(ids)
-        progress.update(1, f"{written / (time.monotonic() - start):.0f} tokens/s")
+        progress.update(share, f"{written / (time.monotonic() - start):.0f} tokens/s of answers")
 
     while asked := ask(conversations, job, answers.skipped):
         sampling, prompts = job.sampling, [prompt for _, _, prompt in asked]
@@ -1049,6 +1087,7 @@ def write_answers(backend, conversations, job, progress):
             if ids[-1] not in sampling["stop_ids"]:
                 answers.cut.append(conversation["line"])
             put_back(conversation, ids, job.renderer, answers.skipped)
+    progress.update(tokens - share * len(answers.ids))
     return answers
 
 
@@ -1087,23 +1126,14 @@ def ask(conversations, job, skipped):
     return asked
 
 
-def add_states(backend, samples, job, skipped, progress=None):
-    """The samples with their states, by line and turn; computed in batches of like length."""
-    place = itemgetter("sample_id", "turn_id")
-    samples = sorted(samples, key=lambda sample: (-len(sample["input_ids"]), *place(sample)))
-    batches = []
+def in_batches(samples, job):
+    """Lists of samples of like length, longest first, each of a forward pass's tokens."""
+    samples, batches = sorted(samples, key=lambda sample: (-len(sample["input_ids"]), *PLACE(sample))), []
     while samples:
         count = max(1, job.batch_tokens // len(samples[0]["input_ids"]))
         batches.append(samples[:count])
         samples = samples[count:]
-    alone = isinstance(backend, Transformers) and backend.device.type == "cpu"  # the cores are wanted already
-    computed = (map if alone else ahead)(backend.states, map(ids_of, batches))
-    kept = []
-    for batch, states in zip(batches, computed, strict=True):
-        kept += pack(backend, batch, states, job, skipped)
-        if progress:
-            progress.update(sum(len(sample["input_ids"]) for sample in batch))
-    return sorted(kept, key=place)
+    return batches
 
 
 def ahead(function, values):

@@ -58,13 +58,16 @@ def _to_host(state):
 def _write_all(folder, batches):
     while True:
         rids, counts, states, copied = batches.get()
-        if copied:
-            copied.synchronize()
         start = 0
         for rid, count in zip(rids, counts, strict=False):  # the counts may be padded
-            rows = slice(start, start + count)
             if OURS.fullmatch(rid):
-                _write(folder, rid, {name: state[rows].contiguous() for name, state in states.items()})
+                try:
+                    if copied:
+                        copied.synchronize()
+                    rows = slice(start, start + count)
+                    _write(folder, rid, {name: state[rows].contiguous() for name, state in states.items()})
+                except Exception as error:  # else the queue fills, and the engine waits for ever
+                    _tell(folder, rid, error)
             start += count
 
 
@@ -74,10 +77,15 @@ def _write(folder, rid, rows):
         save_file(rows, temporary)
         temporary.chmod(0o644)  # safetensors leaves files that only their owner can read
         temporary.replace(folder / f"{rid}.safetensors")
-    except Exception as error:  # told to whoever waits for the file; the engine serves on
-        try:
-            temporary.unlink(missing_ok=True)
-            temporary.write_text(f"{type(error).__name__}: {error}")
-            temporary.replace(folder / f"{rid}.error")  # at once: it is read as soon as it is there
-        except OSError:
-            print(f"states of {rid} cannot be written to {folder}: {error}", flush=True)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _tell(folder, rid, error):
+    """Say what went wrong to whoever waits for the file; the engine serves on."""
+    temporary = folder / f".{rid}.tmp-{os.getpid()}"
+    try:
+        temporary.write_text(f"{type(error).__name__}: {error}")
+        temporary.replace(folder / f"{rid}.error")  # at once: it is read as soon as it is there
+    except OSError:
+        print(f"states of {rid} cannot be written to {folder}: {error}", flush=True)

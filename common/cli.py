@@ -151,8 +151,10 @@ def split_words(flag, text):
 class Progress:
     """A bar on stderr when that is a terminal, otherwise a plain line every `every` seconds."""
 
-    def __init__(self, total, unit, title, every=20.0, done=0):
-        self.title, self.unit, self.every = title, unit, every
+    def __init__(self, total, unit, title, every=20.0, done=0, expected=None):
+        """expected: seconds that all of it will take, as far as is known; a fiftieth of the work outweighs
+        it."""
+        self.expected, self.title, self.unit, self.every = expected, title, unit, every
         terminal = RANK == 0 and sys.stderr.isatty()
         self.bar = tqdm(total=total, initial=done, unit=unit, desc=title, file=sys.stderr,
                         disable=not terminal, dynamic_ncols=True,
@@ -178,8 +180,10 @@ class Progress:
 
     def seconds_left(self):
         """Until `total`, at the speed since this object was made."""
-        seconds = (time.monotonic() - self.start) / max(self.done - self.before, 1e-9)
-        return max(self.total - self.done, 0) * seconds
+        seconds, done = time.monotonic() - self.start, self.done - self.before
+        if self.expected:
+            seconds, done = seconds + self.expected / 50, done + (self.total - self.before) / 50
+        return max(self.total - self.done, 0) * seconds / max(done, 1e-9)
 
     def close(self):
         self.bar.close()

@@ -16,8 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
@@ -56,7 +58,16 @@ KINDS = {int: "an integer", str: "a string", list: "an array", dict: "an object"
 ROOT = Path(__file__).resolve().parent.parent
 HOOK = "common.capture_hook:write_states"
 FILE_DTYPES = {"F32": "float32", "F16": "float16"}
-IN_FLIGHT = 128  # requests: more than an engine runs at once
+IN_FLIGHT, MOST_IN_FLIGHT = 128, 1024  # requests: more than an engine runs at once, each has a thread here
+READERS, AHEAD = 8, 2  # files of states that are read at once; batches under way while one is taken
+# Settings that share the rows of a forward pass among processes: rank 0 has not all of them, or none.
+SHARING = {
+    "enable_dp_attention": "--enable-dp-attention", "attn_dp_size": "--attention-data-parallel-size",
+    "attn_cp_size": "--attention-context-parallel-size", "enable_prefill_cp": "--enable-prefill-cp",
+    "pp_size": "--pipeline-parallel-size", "dwdp_size": "--dwdp-size",
+    "enable_layernorm_sp": "--enable-layernorm-sp",
+    "enable_attn_tp_input_scattered": "--enable-attn-tp-input-scattered",
+}
 PATIENCE = 60  # seconds that a file may come after its reply: a network's file system shows it late
 # a sample of all the target's positions, and the one token that must be asked for
 LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
@@ -435,6 +446,7 @@ class SGLang:
         dtype = _dtype(target, dtype)
         self.dtype = getattr(torch, dtype)
         self.engine = self.folder = self.own_folder = None
+        self.readers = threading.Semaphore(READERS)
         try:
             if url:
                 info = server_info(url)
@@ -443,6 +455,10 @@ class SGLang:
                 ours = _engine_arguments(target, layers, dtype, max_length, folder, trust_remote_code)
                 info = self._start([*arguments, *ours])
             hook_folder = self._check_settings(info, max_length)
+            running = info.get("max_running_requests")
+            self.width = min(max(running if type(running) is int else 0, IN_FLIGHT), MOST_IN_FLIGHT)
+            if self.engine:  # its requests are taken on all the time, by one thread
+                threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
             self.folder = Path(folder or hook_folder)
             if not self.folder.is_dir():
                 raise UserError(f"{self.where} writes states to {self.folder}, which is no folder here; "
@@ -467,6 +483,7 @@ class SGLang:
 
     def close(self):
         if self.engine:
+            self.engine.loop.call_soon_threadsafe(self.engine.loop.stop)
             self.engine.shutdown()
             self.engine = None
         if self.own_folder:
@@ -548,9 +565,11 @@ class SGLang:
         if graph != "disabled":
             return (f"replays prompts as CUDA graphs ({graph}), in which no hook runs",
                     "--disable-prefill-cuda-graph")
-        if info.get("enable_dp_attention"):
-            return ("shares out its attention by requests",
-                    "tensor parallelism only, no --enable-dp-attention")
+        for name, flag in SHARING.items():
+            value = info.get(name)
+            if value is True or type(value) is int and value > 1:
+                return (f"runs with {flag} ({name} is {value}), where rank 0 has only a part of the rows",
+                        f"tensor parallelism only (--tp), no {flag}")
         context = context_length(info)
         if context and context - 3 < max_length:
             room = context - 3
@@ -565,7 +584,9 @@ class SGLang:
         target = self.target
         ids = [n % target.vocab_size for n in range(length)]
         for _ in range(2):
-            [reply], [(_, last)] = self._forward([ids])
+            rid = self._name()
+            reply = self._request(_state_request(ids, rid))
+            _, last = self._read(rid, length)
             [token] = read_answer(reply, self.where, 1, ()).ids
             logits = self.lm_head(last[-1:]).float()
             logits = process_logits(logits, target.logit_softcap, target.logit_scale)[0]  # [V]
@@ -604,36 +625,54 @@ class SGLang:
 
     def states(self, samples):
         """[(aux [T, 3H], last [T, H])], in the order of `samples`, id lists; on self.device, in self.dtype.
-        All of the samples are in flight at once, and their states in memory: give some 32,768 tokens at a
-        time."""
-        return self._forward(samples)[1]
+        All of their states are in memory: give some 32,768 tokens at a time."""
+        return next(self.flow([samples]))
+
+    def flow(self, batches):
+        """The `states` of one batch of samples after the other. Requests of AHEAD further batches are under
+        way meanwhile, so that the engine never waits for what is done with one; files are read as replies
+        come."""
+        pool, sent = ThreadPoolExecutor(self.width), deque()
+        try:
+            for samples in batches:
+                sent.append([pool.submit(self._forward, ids, self._name()) for ids in samples])
+                if len(sent) > AHEAD:
+                    yield [future.result() for future in sent.popleft()]
+            while sent:
+                yield [future.result() for future in sent.popleft()]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def lm_head(self, hidden):
         """[n, V]: the target's lm_head on hidden [n, H]."""
         return F.linear(hidden, self.weight, self.bias)
 
-    def _forward(self, samples):
-        """(replies, states) of prompts that are answered with one token: what SGLang asks for at least."""
-        bodies = [{"input_ids": ids, "rid": f"{self.name}-{number}",
-                   "sampling_params": _sampling_params(GREEDY, 1, ())}
-                  for number, ids in enumerate(samples, start=self.count)]
-        self.count += len(samples)
-        replies = self._send(bodies, lambda reply, n: reply)
-        return replies, [self._read(body["rid"], len(body["input_ids"])) for body in bodies]
+    def _name(self):
+        self.count += 1
+        return f"{self.name}-{self.count}"
+
+    def _forward(self, ids, rid):
+        """(aux, last) of a prompt that is answered with one token: what SGLang asks for at least."""
+        self._request(_state_request(ids, rid))
+        with self.readers:
+            return self._read(rid, len(ids))
 
     def _send(self, bodies, read):
-        """[read(reply, n)] of requests, all of them under way."""
-        if self.url:
-            return _generate_all(self.url, bodies, IN_FLIGHT, read)
-
-        async def one(n):
-            return read(await self.engine.async_generate(**bodies[n]), n)
-
-        async def every():
-            return await asyncio.gather(*map(one, range(len(bodies))))
-
+        """[read(reply, n)] of requests, `width` of them under way. Where one fails, those that wait are not
+        sent."""
+        pool = ThreadPoolExecutor(self.width)
         try:
-            return self.engine.loop.run_until_complete(every())
+            return list(pool.map(lambda n: read(self._request(bodies[n]), n), range(len(bodies))))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _request(self, body):
+        """The reply to one request; from any thread."""
+        if self.url:
+            return generate(self.url, body)
+        try:
+            return asyncio.run_coroutine_threadsafe(self.engine.async_generate(**body),
+                                                    self.engine.loop).result()
         except ValueError as error:
             raise UserError(f"SGLang refuses a request ({str(error)[:300]})") from None
 
@@ -647,8 +686,8 @@ class SGLang:
                                 f"make room or give --states-folder")
             if time.monotonic() > deadline:
                 raise UserError(f"{self.where} answered, and no states came to {self.folder} in {PATIENCE} "
-                                f"s: its hook did not run or writes elsewhere; start it as --dry-run prints "
-                                f"it, with a folder that both machines see")
+                                f"s: its hook did not run or writes elsewhere (see its log); start it as "
+                                f"--dry-run prints it, with a folder that both machines see")
             time.sleep(0.002)
         try:
             tensors = load_file(path, str(self.device))
@@ -673,6 +712,10 @@ class SGLang:
             theirs, ours = (str(dtype).removeprefix("torch.") for dtype in (last.dtype, self.dtype))
             raise UserError(f"{self.where} runs in {theirs}, wanted is {ours}; start it with --dtype {ours}, "
                             f"or give --dtype {theirs}")
+
+
+def _state_request(ids, rid):
+    return {"input_ids": ids, "rid": rid, "sampling_params": _sampling_params(GREEDY, 1, ())}
 
 
 def _is_ours(hook):

@@ -104,6 +104,26 @@ def test_the_hook_tells_what_it_cannot_write(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["states-a-0.error"]
 
 
+@pytest.mark.parametrize("fault", ["save_file", "copied"])
+def test_a_fault_of_the_hooks_writer_is_told_and_does_not_stop_the_engine(tmp_path, monkeypatch, fault):
+    """More batches than may wait: none is waited for in vain."""
+    def broken(*_):
+        raise RuntimeError("CUDA error")
+
+    hook = capture_hook.write_states({"folder": str(tmp_path)})
+    last, *aux = torch.randn(4, 2, 8)
+    monkeypatch.setattr(capture_hook, "save_file", broken)
+    if fault == "copied":  # what is handed over has no rows
+        state = SimpleNamespace(is_cuda=False, clone=lambda: None)
+        last = SimpleNamespace(is_cuda=False, detach=lambda: state)
+    names = [f"states-a-{number}" for number in range(3 * capture_hook.WAITING)]
+    for name in names:
+        hook(None, (None, last, None, batch_of([name], [2]), aux), None)
+    wait_for(*(tmp_path / f"{name}.error" for name in names))
+    assert "Error: " in (tmp_path / f"{names[-1]}.error").read_text()
+    assert len(list(tmp_path.iterdir())) == len(names)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tiny.make_target(tmp_path_factory.mktemp("capture") / "target", seed=3, head_dim=32)
@@ -169,6 +189,25 @@ def test_states_and_answers_of_a_server(model, tmp_path):
         assert sglang.answer([], [], GREEDY, []) == [] and sglang.states([]) == []
 
 
+def test_requests_of_further_batches_are_under_way_while_one_is_taken(model, tmp_path):
+    batches = [[torch.randint(3, 300, (count,)).tolist() for count in counts]
+               for counts in ([9, 8], [7, 7, 7], [5], [4, 3], [2], [1, 1])]
+    wanted = [[model.states(torch.tensor([ids])) for ids in samples] for samples in batches]
+    with fake_server(model, tmp_path) as fake, SGLang(model.target, LAYERS, "auto", 64, fake.url) as sglang:
+        fake.seen.clear()
+        flow = sglang.flow(batches)
+        for number in range(len(batches)):
+            found = next(flow)
+            sent = sum(map(len, batches[: number + 1 + capture.AHEAD]))
+            deadline = time.monotonic() + 10
+            while len(fake.seen) < sent and time.monotonic() < deadline:
+                time.sleep(0.005)
+            assert len(fake.seen) == sent
+            for part, theirs in zip(found, wanted[number], strict=True):
+                assert all(torch.equal(state, other[0]) for state, other in zip(part, theirs, strict=True))
+        assert next(flow, None) is None and not list(tmp_path.iterdir())
+
+
 SETTINGS = [  # what the server says of itself, what is said of it
     ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "D"}, "runs a drafter"),
     ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE"),
@@ -181,6 +220,9 @@ SETTINGS = [  # what the server says of itself, what is said of it
     ({"chunked_prefill_size": 8192}, "--chunked-prefill-size -1"),
     ({"cuda_graph_config": {"prefill": {"backend": "full"}}}, "--disable-prefill-cuda-graph"),
     ({"enable_dp_attention": True}, "--enable-dp-attention"),
+    ({"attn_dp_size": 8}, "--attention-data-parallel-size (attn_dp_size is 8)"),
+    ({"pp_size": 2}, "--pipeline-parallel-size"), ({"attn_cp_size": 2}, "rank 0 has only a part of the rows"),
+    ({"enable_layernorm_sp": True}, "no --enable-layernorm-sp"),
     ({"context_length": 60}, "--max-length 57"),
     ({"max_req_input_len": 50}, "--max-length 53"),
 ]

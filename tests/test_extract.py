@@ -439,6 +439,9 @@ class Shifted:
         rows = [torch.tensor(sample, dtype=torch.float32)[:, None] for sample in samples]
         return [(own.expand(-1, 192), own.expand(-1, 64)) for own in rows]
 
+    def flow(self, batches):
+        return map(self.states, batches)
+
     def lm_head(self, last):
         return torch.nn.functional.one_hot(last[:, 0].long(), 328).float()
 
