@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 
 import common.cli
@@ -77,6 +78,7 @@ def train_apart(processes, work, out, *more, sharded=False, muon=False):
     assert all(summary["processes"] == processes for summary in summaries), summaries
     assert len({json.dumps(summary["accept_length"]) for summary in summaries}) == 1
     assert all((summary["largest_share"] < 0.51) == (sharded and processes == 2) for summary in summaries)
+    return summaries
 
 
 def _process(rank, launched, answers, work, out, more, muon):
@@ -91,9 +93,20 @@ def _process(rank, launched, answers, work, out, more, muon):
                       for name, tensor in tensors.items() if not name.startswith("step/"))
         return gather(tensors, keep)
 
-    train_drafter.gather = watch
+    def count(training, *what):  # gradients that DDP sends
+        if training.progress["step"] == 0 and hasattr(training.model, "register_comm_hook"):
+            training.model.register_comm_hook(None, send)
+        return learn(training, *what)
+
+    def send(state, bucket):
+        sent.append(bucket.buffer().numel())
+        return allreduce_hook(None, bucket)
+
+    sent, learn = [], train_drafter.learn
+    train_drafter.gather, train_drafter.learn = watch, count
     try:
-        answers.put({**train(work, out, *more, muon=muon), "largest_share": max(shares)})
+        summary = train(work, out, *more, muon=muon)
+        answers.put({**summary, "largest_share": max(shares), "sent": sum(sent)})
     except BaseException as error:
         answers.put({"processes": 0, "error": repr(error)})
         raise
@@ -130,7 +143,9 @@ def check_alike(ours, theirs):
 
 
 def test_two_processes_learn_what_one_learns(work, tmp_path):
-    train_apart(2, work, tmp_path / "two")
+    """With gradients sent once a step, whatever number of micro-batches it has."""
+    for summary in train_apart(2, work, tmp_path / "two"):
+        assert summary["sent"] == summary["steps"] * summary["trainable_params"]
     check_alike(tmp_path / "two", work / "one")
 
 
@@ -241,6 +256,24 @@ def test_samples_are_shared_out_by_their_cost(work):
     width = config["num_attention_heads"] * config["head_dim"]
     assert costs[1] == 101 * fc + 101 * 3 * (each + 101 * width)
     assert [sorted(share) for share in share_out(np.arange(5), costs, 2)] == [[1, 2, 3], [0, 4]]
+
+
+@pytest.mark.parametrize(("processes", "room", "words"), [
+    (2, 10**9, []), (8, 10**9, ["of 8 processes 6 have nothing to do; --batch-tokens 800 or more"]),
+    (1, 10**6, ["a checkpoint takes 2.9 MiB", "976.6 KiB that --max-disk-gb leaves"]),
+])
+def test_waste_is_said_before_it_begins(monkeypatch, processes, room, words):
+    index = np.zeros((4, 6), dtype=np.int64)
+    index[:, 2] = 100
+    said = []
+    monkeypatch.setattr(train_drafter, "say", said.append)
+    monkeypatch.setattr(train_drafter, "checkpoint_bytes", lambda drafter: 3 * 10**6)
+    shards = SimpleNamespace(index=index, manifest={"planned": {"room": room}})
+    order = SimpleNamespace(steps=200, tokens=40000)
+    train_drafter.doubts(SimpleNamespace(follow=True, max_steps=None), SimpleNamespace(shards=shards),
+                         SimpleNamespace(drafter=None), SimpleNamespace(order=order, batch_tokens=200),
+                         processes)
+    assert len(said) == bool(words) and all(word in said[0] for word in words)
 
 
 def test_samples_are_measured_by_tokens(monkeypatch):
