@@ -608,7 +608,7 @@ def pruned_config(choice, folder, config):
     """The config.json of the drafter in `folder`, which has this one, once it is cut: measured is nothing."""
     facts, trained = choice.facts, config.get("training") or {}
     pruned_from = {"draft_vocab": config["draft_vocab_size"], "drafter": str(folder),
-                   "model_sha256": sha256_file(folder / "model.safetensors"),
+                   "model_sha256": sha256_file(weights_file(folder)),
                    **{key: facts.get(key) for key in MADE_OF}}
     told = trained.get("warnings")
     training = {

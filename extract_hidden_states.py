@@ -484,6 +484,9 @@ def say_plan(rows, plan, job):
         f"{shards}, {human_bytes(free_space(job.args.out or Path()))} free; skipped: {skipped}")
     for what, turns in rows.notes.items():
         say(f"{turns} {what}")
+    if job.args.heldout and not plan.stated["heldout_samples"]:
+        say(f"warning: of {plan.stated['samples']} samples none is held out at --heldout {job.args.heldout:g}, "
+            "so that no accept length can be measured on them; give a larger share, or more rows")
 
 
 # The journal: what was begun, what is finished

@@ -104,9 +104,14 @@ def open_target(name, revision=None, trust_remote_code=False, config_only=False)
     usual = {key: getattr(text_config, key) for key in USUAL_NAMES if hasattr(text_config, key)}
     text = usual | text_config.to_dict()
     for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
-        if not isinstance(text.get(key), int):
+        if text.get(key) is None:
             raise UserError(f"{folder}: its config states no {key}; it is no decoder-only model that can be "
                             "used here")
+    for key in (*USUAL_NAMES[:4], "max_position_embeddings", "head_dim", "vocab_size"):
+        if text.get(key) is not None and not (type(text[key]) is int and text[key] > 0):
+            raise UserError(f"{folder}: {key} is {text[key]!r} in its config, an integer above 0 is wanted; "
+                            f"get "
+                            "the config that belongs to the weights")
     heads, kv_heads = text["num_attention_heads"], text.get("num_key_value_heads")
     if kv_heads and heads % kv_heads:
         raise UserError(f"{folder}: its config has {kv_heads} key-value heads for {heads} heads, a divisor "
@@ -132,16 +137,35 @@ def open_target(name, revision=None, trust_remote_code=False, config_only=False)
         raise UserError(f"{folder} holds no lm_head and its config does not tie it to the embedding "
                         f"(tie_word_embeddings is false); get the complete weights")
     # an lm_head that is there is used, whatever a class takes for granted, unless the file itself ties it
-    if lm_head_name is None or raw.get("tie_word_embeddings") or _raw_text(raw).get("tie_word_embeddings"):
+    stated = raw.get("tie_word_embeddings") or _raw_text(raw).get("tie_word_embeddings")
+    if stated and lm_head_name and not same_rows(weights, lm_head_name, embedding_name):
+        raise UserError(f"{folder}: its config ties the lm_head to the embedding, and {lm_head_name} is "
+                        f"another "
+                        "tensor than that: engines would take the one and transformers the other; say "
+                        "tie_word_embeddings false in config.json, or remove the tensor")
+    if lm_head_name is None or stated:
         lm_head_name = embedding_name
     for part in (embedding_name, lm_head_name):
         shape, dtype = stored_as(weights[part], part)
         if len(shape) != 2 or dtype not in PLAIN_DTYPES:
             raise UserError(f"{folder}: its {part} is {dtype} of shape {shape}, {', '.join(PLAIN_DTYPES)} of "
                             "[V, H] is wanted; take a checkpoint that leaves it unquantised")
+        stated = [text.get("vocab_size", shape[0]), text["hidden_size"]]
+        if shape != stated:
+            raise UserError(f"{folder}: its {part} is {shape}, its config says {stated} for vocab_size and "
+                            "hidden_size; get the config that belongs to the weights")
     vocab_size, hidden_size = shape
     return Target(**facts, weights=weights, embedding_name=embedding_name, lm_head_name=lm_head_name,
                   vocab_size=vocab_size, hidden_size=hidden_size)
+
+
+def same_rows(weights, first, second):
+    """Whether two tensors [V, H] of the files begin with the same rows."""
+    heads = []
+    for name in (first, second):
+        with safe_open(weights[name], framework="pt") as handle:
+            heads.append(handle.get_slice(name)[:64])
+    return heads[0].shape == heads[1].shape and bool((heads[0] == heads[1]).all())
 
 
 def stored_as(file, name):
@@ -183,10 +207,12 @@ def load_config(folder, trust_remote_code=False):
             return CONFIG_MAPPING[SAME_AS[kind]].from_dict(own)
         own_code = trust_remote_code and kind not in CONFIG_MAPPING
         return AutoConfig.from_pretrained(folder, trust_remote_code=own_code)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        hint = "" if trust_remote_code else "; --trust-remote-code allows code that comes with the model"
-        raise UserError(f"{folder}: transformers cannot read its config "
-                        f"({str(error).splitlines()[0][:300]}){hint}") from None
+    except Exception as error:  # its class raises many kinds for values that it does not expect
+        hint = "get the config that belongs to the weights"
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+            hint = "--trust-remote-code allows code that comes with the model"
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{folder}: transformers cannot read its config ({reason}); {hint}") from None
 
 
 def native_class(config, name):

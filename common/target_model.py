@@ -366,7 +366,8 @@ def _load(target, dtype, trust_remote_code):
                         "--trust-remote-code, or use --backend sglang")
     given = {} if native else {"trust_remote_code": True}
     source = target.folder
-    method = quantisation(target).get("quant_method")
+    scaled = any(name.endswith(".weight_scale_inv") for name in target.weights)
+    method = quantisation(target).get("quant_method") or ("fp8" if scaled else None)
     if method == "compressed-tensors" or method == "fp8" and not fp8_kernels():
         # Without kernels transformers takes rows / rows of scales for the height of a block: 576 rows in
         # blocks of 128 would be multiplied by the wrong scales. And to unpack it wants a package, and an
@@ -378,9 +379,11 @@ def _load(target, dtype, trust_remote_code):
         model, report = (native or transformers.AutoModelForCausalLM).from_pretrained(
             source, config=config, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True, **given)
-    except (ValueError, OSError, ImportError, AttributeError, RuntimeError) as error:
-        reason = str(error).splitlines()[0][:300]
-        raise UserError(f"{target.folder}: transformers cannot load it ({reason})") from None
+    except Exception as error:  # a model's class raises many kinds for values that it does not expect
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+        raise UserError(f"{target.folder}: transformers cannot load it ({reason}); get the config that "
+                        f"belongs "
+                        "to the weights, or use --backend sglang") from None
     missing = report["missing_keys"]
     if missing:
         raise UserError(f"{target.folder} lacks {len(missing)} of the model's tensors ({min(missing)}), "
