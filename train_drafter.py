@@ -891,6 +891,9 @@ def open_accelerator(args):
                               project_dir=str(args.out), dynamo_backend="no")
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UserError(f"mixed precision {accelerator.mixed_precision} is not supported; take bf16 or no")
+    if accelerator.device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {accelerator.device.type} is not supported, only cuda and cpu; set "
+                        "ACCELERATE_USE_CPU=true to train on the CPU")
     return accelerator
 
 
