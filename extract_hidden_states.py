@@ -485,8 +485,8 @@ def say_plan(rows, plan, job):
     for what, turns in rows.notes.items():
         say(f"{turns} {what}")
     if job.args.heldout and not plan.stated["heldout_samples"]:
-        say(f"warning: of {plan.stated['samples']} samples none is held out at --heldout {job.args.heldout:g}, "
-            "so that no accept length can be measured on them; give a larger share, or more rows")
+        say(f"warning: of {plan.stated['samples']} samples --heldout {job.args.heldout:g} holds out none, so "
+            "that no accept length can be measured on them; give a larger share, or more rows")
 
 
 # The journal: what was begun, what is finished

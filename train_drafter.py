@@ -415,6 +415,9 @@ def open_accelerator(args):
     buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     accelerator = Accelerator(mixed_precision=choose_precision(args), log_with=args.log_with,
                               project_dir=str(args.out), dynamo_backend="no", kwargs_handlers=[buckets])
+    if accelerator.device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {accelerator.device.type} is not supported, only cuda and cpu; set "
+                        "ACCELERATE_USE_CPU=true to train on the CPU")
     if accelerator.mixed_precision == "no" and accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
     return accelerator
