@@ -16,7 +16,7 @@ from common.target import open_target
 from common.target_model import TargetModel
 from tests import tiny
 from tests.scripts import EXACT, call, make_work, shell
-from train_drafter import lock_run, start_from_scratch
+from train_drafter import LAYER_FLAGS, lock_run, start_from_scratch
 
 FAST = ("--ttt-steps", 2, "--lr", 3e-3, "--batch-tokens", 200, "--epochs", 2)
 
@@ -251,7 +251,8 @@ def test_layer_starts_as_the_targets_last_one_where_that_fits(tmp_path, kind):
     target = open_target(tiny.make_target(tmp_path, kind))
     inputs = SimpleNamespace(target=target, head=target.lm_head(),
                              shards=SimpleNamespace(manifest={"layers": [2, 4, 5]}))
-    drafter, _ = start_from_scratch(inputs, 328, None, 0)
+    args = SimpleNamespace(seed=0, trust_remote_code=False, **dict.fromkeys(LAYER_FLAGS))
+    drafter = start_from_scratch(args, inputs, 328, None).drafter
     model = TargetModel(target, [2, 4, 5], "float32").decoder
     block, ours = model.layers[7], drafter.midlayer
     x = torch.randn(3, 64)
