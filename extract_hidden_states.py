@@ -10,6 +10,7 @@ with what is missing, on any number of processes:
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -67,7 +68,7 @@ from common.files import (
     sha256_tensors,
     write_sealed,
 )
-from common.plan import say_storages, serving_size, storages
+from common.plan import say_storages, serving_size, storages, weight_bits
 from common.provenance import target_record
 from common.rendering import Renderer, chat_ids
 from common.sglang import SGLang, server_command
@@ -94,8 +95,17 @@ from common.shards import (
     stored_tensors,
     write_shard,
 )
-from common.target import Target, choices, end_ids, load_tokenizer, open_target, parse_layers, stop_ids
-from common.target_model import TargetModel, check_capture
+from common.target import (
+    Target,
+    choices,
+    end_ids,
+    load_tokenizer,
+    open_target,
+    parse_layers,
+    quantisation,
+    stop_ids,
+)
+from common.target_model import TargetModel, check_capture, fp8_kernels
 
 PLACE = itemgetter("sample_id", "turn_id")
 # A block, the lines of one shard, is computed in memory and redone whole after an interruption.
@@ -484,7 +494,7 @@ def say_plan(rows, plan, job):
         f"{shards}, {human_bytes(free_space(job.args.out or Path()))} free; skipped: {skipped}")
     for what, turns in rows.notes.items():
         say(f"{turns} {what}")
-    if job.args.heldout and not plan.stated["heldout_samples"]:
+    if job.args.heldout and not any(conversation["heldout"] for conversation in rows.conversations):
         say(f"warning: of {plan.stated['samples']} samples --heldout {job.args.heldout:g} holds out none, so "
             "that no accept length can be measured on them; give a larger share, or more rows")
 
@@ -783,13 +793,51 @@ def open_backend(job, device=None):
     """What --backend names, ready to run. Raises UserError when it cannot."""
     args = job.args
     if args.backend == "hf":
+        check_fits(job, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return Transformers(job.target, job.layers, args.dtype, args.generate_rows, job.batch_tokens, device,
                             args.trust_remote_code)
     return SGLang(job.target, job.layers, args.dtype, job.max_length, args.server_url, args.states_folder,
                   args.server_arguments, args.trust_remote_code)
 
 
-# Before the work: disk and hours
+# Before the work: memory, disk and hours
+
+
+def check_fits(job, device):
+    """Refuse a target whose weights alone are more than what is free on a device, before they are loaded."""
+    need, free = loaded_bytes(job.target, job.args.dtype), free_memory(torch.device(device))
+    if need > free:
+        say_server(job)
+        raise UserError(f"the weights of {job.target.name} take {human_bytes(need)} and {human_bytes(free)} "
+                        f"are free on {device}; start the server above and give --backend sglang "
+                        "--server-url URL")
+
+
+def loaded_bytes(target, dtype):
+    """Bytes of a target's weights as transformers holds them, by the headers of its files."""
+    wanted, quantised = 0 if dtype == "auto" else getattr(torch, dtype).itemsize, quantisation(target)
+    plain = quantised.get("quant_method") == "compressed-tensors" or not fp8_kernels()
+    bits = weight_bits({"quantization_config": quantised}, target.text) or 16
+    total = 0
+    for path in sorted(set(target.weights.values())):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                count, kind = math.prod(part.get_shape()), part.get_dtype()  # like F8_E4M3, BF16, I32
+                size = int(re.search(r"\d+|$", kind)[0] or 8) // 8
+                if name.endswith("_packed"):
+                    count, size = count * 8 * size // int(bits), wanted or 2
+                elif "F" in kind and (size > 1 or quantised and plain):
+                    size = wanted or max(size, 2)
+                total += count * size
+    return total
+
+
+def free_memory(device):
+    """Bytes that are free on a GPU, or available to the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
 
 
 def free_space(out):

@@ -168,7 +168,7 @@ class TargetModel:
     def __init__(self, target, layers, dtype="auto", device=None, trust_remote_code=False):
         self.target, self.layers = target, layers
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.model = _load(target, dtype, trust_remote_code).to(self.device).eval()
+        self.model = _load(target, dtype, self.device, trust_remote_code).eval()
         # transformers' own generate is to decode as we do: without what the model's config would add
         self.model.generation_config = transformers.GenerationConfig()
         self.model.requires_grad_(False)
@@ -356,7 +356,9 @@ def unpacked(target, name):
     return numbers.to(scale.dtype) * scale.repeat_interleave(columns // scale.shape[1], 1)
 
 
-def _load(target, dtype, trust_remote_code):
+def _load(target, dtype, device, trust_remote_code):
+    """The model of transformers on `device`, to which each weight goes as it is read: a second copy of a
+    large target has no room in the CPU's memory."""
     transformers.utils.logging.disable_progress_bar()  # of loading weights: seconds, and noise in every log
     config = load_config(target.folder, trust_remote_code)
     native = native_class(config, target.model_class)
@@ -378,12 +380,11 @@ def _load(target, dtype, trust_remote_code):
     try:
         model, report = (native or transformers.AutoModelForCausalLM).from_pretrained(
             source, config=config, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            output_loading_info=True, **given)
+            device_map={"": device}, output_loading_info=True, **given)
     except Exception as error:  # a model's class raises many kinds for values that it does not expect
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
         raise UserError(f"{target.folder}: transformers cannot load it ({reason}); get the config that "
-                        f"belongs "
-                        "to the weights, or use --backend sglang") from None
+                        "belongs to the weights, or use --backend sglang") from None
     missing = report["missing_keys"]
     if missing:
         raise UserError(f"{target.folder} lacks {len(missing)} of the model's tensors ({min(missing)}), "

@@ -414,6 +414,18 @@ def test_a_backend_that_is_not_there_is_one_sentence(tmp_path, monkeypatch, targ
         extract(monkeypatch, target=target, data=data, out=tmp_path / "out", server_url="http://localhost:1")
 
 
+@pytest.mark.parametrize("dtype, size", [("auto", 4), ("bfloat16", 2)])
+def test_a_target_that_cannot_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch, capsys, target, data,
+                                                                 dtype, size):
+    need = size * sum(tensor.numel() for tensor in load_file(target / "model.safetensors").values())
+    assert extract_hidden_states.loaded_bytes(open_target(target), dtype) == need
+    monkeypatch.setattr(extract_hidden_states, "free_memory", lambda device: need - 1)
+    monkeypatch.setattr(extract_hidden_states, "TargetModel", lambda *_: 1 / 0)
+    with pytest.raises(UserError, match="the weights of .* are free on .* --backend sglang --server-url URL"):
+        extract(monkeypatch, target=target, data=data, out=tmp_path / "out", dtype=dtype)
+    assert "-m sglang.launch_server" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 class Shifted:
     """Stands in for what runs the target: states that say which token they are of."""
 
