@@ -162,7 +162,7 @@ def test_the_index_is_that_of_the_shards_themselves(work, monkeypatch):
 
 
 def test_a_hundred_thousand_shards_are_listed_without_opening_one(work, tmp_path, monkeypatch):
-    count, manifest = 100_000, read_manifest(work / "small")
+    count, manifest, small = 100_000, read_manifest(work / "small"), Shards(work / "small")
     entry = {**manifest["shards"][0], "bytes": 0, "samples": 2}
     entry["index"] = base64.b64encode(base64.b64decode(entry["index"])[:32]).decode()
     entries = [{**entry, "block": n, "file": f"shard-{n:05d}.safetensors"} for n in range(count)]
@@ -170,7 +170,7 @@ def test_a_hundred_thousand_shards_are_listed_without_opening_one(work, tmp_path
     monkeypatch.setattr(Shards, "_sizes", lambda self: {one["file"]: 0 for one in entries})
     write_sealed(tmp_path / "manifest.json", {**manifest, "shards": entries})
     monkeypatch.setattr(common.shards, "safe_open", lambda *_, **__: 1 / 0)
-    shards, small = Shards(tmp_path), Shards(work / "small")
+    shards = Shards(tmp_path)
     samples = 2
     assert (shards.index[:, 0] == np.arange(count).repeat(samples)).all()
     assert (shards.index[:, 1:].reshape(count, samples, 5) == small.index[:samples, 1:]).all()
