@@ -103,19 +103,7 @@ def open_target(name, revision=None, trust_remote_code=False, config_only=False)
     # some families spell these otherwise (GPT-2: n_layer); the config object answers to the usual names
     usual = {key: getattr(text_config, key) for key in USUAL_NAMES if hasattr(text_config, key)}
     text = usual | text_config.to_dict()
-    for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
-        if text.get(key) is None:
-            raise UserError(f"{folder}: its config states no {key}; it is no decoder-only model that can be "
-                            "used here")
-    for key in (*USUAL_NAMES[:4], "max_position_embeddings", "head_dim", "vocab_size"):
-        if text.get(key) is not None and not (type(text[key]) is int and text[key] > 0):
-            raise UserError(f"{folder}: {key} is {text[key]!r} in its config, an integer above 0 is wanted; "
-                            f"get "
-                            "the config that belongs to the weights")
-    heads, kv_heads = text["num_attention_heads"], text.get("num_key_value_heads")
-    if kv_heads and heads % kv_heads:
-        raise UserError(f"{folder}: its config has {kv_heads} key-value heads for {heads} heads, a divisor "
-                        "of these is wanted; get the config that belongs to the weights")
+    check_numbers(folder, text)
     architectures = raw.get("architectures") or [""]
     facts = dict(
         folder=folder, name=str(name), text=text, raw_text=_raw_text(raw), model_class=architectures[0],
@@ -130,33 +118,63 @@ def open_target(name, revision=None, trust_remote_code=False, config_only=False)
     weights = _weight_files(folder)
     embedding_name = _find(weights, EMBEDDING_NAMES)
     if embedding_name is None:
-        raise UserError(f"{folder} holds no token embedding (a tensor named like model.embed_tokens.weight)")
-    lm_head_name = _find(weights, ("lm_head.weight", "embed_out.weight", "output.weight"))
+        raise UserError(f"{folder} holds no token embedding (a tensor named like model.embed_tokens.weight); "
+                        "get the complete weights, or a checkpoint that leaves it unquantised")
     tied = bool(text.get("tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False))
-    if lm_head_name is None and not tied:
-        raise UserError(f"{folder} holds no lm_head and its config does not tie it to the embedding "
-                        f"(tie_word_embeddings is false); get the complete weights")
-    # an lm_head that is there is used, whatever a class takes for granted, unless the file itself ties it
-    stated = raw.get("tie_word_embeddings") or _raw_text(raw).get("tie_word_embeddings")
-    if stated and lm_head_name and not same_rows(weights, lm_head_name, embedding_name):
-        raise UserError(f"{folder}: its config ties the lm_head to the embedding, and {lm_head_name} is "
-                        f"another "
-                        "tensor than that: engines would take the one and transformers the other; say "
-                        "tie_word_embeddings false in config.json, or remove the tensor")
-    if lm_head_name is None or stated:
-        lm_head_name = embedding_name
+    stated = bool(raw.get("tie_word_embeddings") or _raw_text(raw).get("tie_word_embeddings"))
+    lm_head_name = _head_name(folder, weights, embedding_name, tied, stated)
     for part in (embedding_name, lm_head_name):
-        shape, dtype = stored_as(weights[part], part)
-        if len(shape) != 2 or dtype not in PLAIN_DTYPES:
-            raise UserError(f"{folder}: its {part} is {dtype} of shape {shape}, {', '.join(PLAIN_DTYPES)} of "
-                            "[V, H] is wanted; take a checkpoint that leaves it unquantised")
-        stated = [text.get("vocab_size", shape[0]), text["hidden_size"]]
-        if shape != stated:
-            raise UserError(f"{folder}: its {part} is {shape}, its config says {stated} for vocab_size and "
-                            "hidden_size; get the config that belongs to the weights")
+        shape = _checked_shape(folder, weights[part], part, text)
     vocab_size, hidden_size = shape
     return Target(**facts, weights=weights, embedding_name=embedding_name, lm_head_name=lm_head_name,
                   vocab_size=vocab_size, hidden_size=hidden_size)
+
+
+def check_numbers(folder, text):
+    """Refuse a text config without the numbers that everything is sized by, or with ones that cannot be."""
+    for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
+        if text.get(key) is None:
+            raise UserError(f"{folder}: its config states no {key}; it is no decoder-only model that can be "
+                            "used here")
+    for key in (*USUAL_NAMES[:4], "max_position_embeddings", "head_dim", "vocab_size"):
+        if text.get(key) is not None and not (type(text[key]) is int and text[key] > 0):
+            raise UserError(f"{folder}: {key} is {text[key]!r} in its config, an integer above 0 is wanted; "
+                            "get the config that belongs to the weights")
+    heads, kv_heads = text["num_attention_heads"], text.get("num_key_value_heads")
+    if kv_heads and heads % kv_heads:
+        raise UserError(f"{folder}: its config has {kv_heads} key-value heads for {heads} heads, a divisor "
+                        "of these is wanted; get the config that belongs to the weights")
+
+
+def _head_name(folder, weights, embedding_name, tied, stated):
+    """Name of the lm_head's tensor, the embedding's where they are tied: by the config with what its class
+    takes for granted, or as the file itself states."""
+    name = _find(weights, ("lm_head.weight", "embed_out.weight", "output.weight"))
+    if name is None and not tied:
+        raise UserError(f"{folder} holds no lm_head and its config does not tie it to the embedding "
+                        f"(tie_word_embeddings is false); get the complete weights")
+    if name is None:
+        return embedding_name
+    if not stated:  # one that is there is used, whatever a class takes for granted
+        return name
+    if not same_rows(weights, name, embedding_name):
+        raise UserError(f"{folder}: its config ties the lm_head to the embedding, and {name} is another "
+                        "tensor than that: engines would take the one and transformers the other; say "
+                        "tie_word_embeddings false in config.json, or remove the tensor")
+    return embedding_name
+
+
+def _checked_shape(folder, file, name, text):
+    """[V, H] of an embedding or lm_head, after a look at its dtype and at what the config says."""
+    shape, dtype = stored_as(file, name)
+    if len(shape) != 2 or dtype not in PLAIN_DTYPES:
+        raise UserError(f"{folder}: its {name} is {dtype} of shape {shape}, {', '.join(PLAIN_DTYPES)} of "
+                        "[V, H] is wanted; take a checkpoint that leaves it unquantised")
+    stated = [text.get("vocab_size", shape[0]), text["hidden_size"]]
+    if shape != stated:
+        raise UserError(f"{folder}: its {name} is {shape}, its config says {stated} for vocab_size and "
+                        "hidden_size; get the config that belongs to the weights")
+    return shape
 
 
 def same_rows(weights, first, second):
