@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from common.cli import UserError
+from common.cli import UserError, say
 from common.target import (
     choices,
     load_config,
@@ -174,6 +174,10 @@ class TargetModel:
         self.model.requires_grad_(False)
         self.lm_head = self.model.get_output_embeddings()
         self.dtype = self.lm_head.weight.dtype
+        slow = self.device.type == "cpu" and self.dtype == torch.bfloat16
+        if slow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            say("this CPU has no instructions for bfloat16, in which the target is computed: --dtype "
+                "float32 is several times as fast here")
         self.decoder = self.model.get_decoder()
         if self.decoder.get_output_embeddings() is not None:  # Llama 4's wrapper names the causal LM in it
             self.decoder = next(module for module in self.decoder.children()
