@@ -42,6 +42,7 @@ from common.cli import (
     human_bytes,
     in_range,
     positive_int,
+    reminder,
     run,
     say,
     split_words,
@@ -701,7 +702,7 @@ def wait_for_room(manifest, block, read, out):
     planned = manifest["planned"]
     if "room" not in planned or block < planned["heldout_blocks"]:
         return read
-    sizes, spoke = planned["block_bytes"], time.monotonic() - 55  # a short wait needs no words
+    sizes, remind = planned["block_bytes"], reminder(5.0)  # a short wait needs no words
     while True:
         read = remove_read(planned, out, read)
         if sum(sizes[read : block + 1]) <= planned["room"]:
@@ -710,16 +711,14 @@ def wait_for_room(manifest, block, read, out):
             raise Failed(f"the training that follows has ended with {read - planned['heldout_blocks']} of "
                          f"{planned['blocks'] - planned['heldout_blocks']} shards read, as its --max-steps "
                          "said; no more are made")
-        if time.monotonic() - spoke > 60:
-            spoke = time.monotonic()
-            say(f"paused: shards of up to {human_bytes(sum(sizes[read:block]))} wait for "
-                "train_drafter.py --follow to read them")
+        remind(f"paused: shards of up to {human_bytes(sum(sizes[read:block]))} wait for train_drafter.py "
+               "--follow to read them")
         time.sleep(0.5)
 
 
 def wait_for_others(manifest, plan, out):
     """Rank 0, when its blocks are made: list those of all processes, until all are there."""
-    spoke, journals, entries, read = time.monotonic(), Journals(out), [], None
+    remind, journals, entries, read = reminder(), Journals(out), [], None
     left = set(unfinished(plan, finished(manifest)))
     while True:
         new = journals.read()
@@ -728,9 +727,7 @@ def wait_for_others(manifest, plan, out):
         read = remove_read(manifest["planned"], out, read)
         if not left:
             return add(manifest, entries)
-        if time.monotonic() - spoke > 60:
-            spoke = time.monotonic()
-            say(f"{len(left)} blocks are still being made by other processes")
+        remind(f"{len(left)} blocks are still being made by other processes")
         time.sleep(0.2)
 
 

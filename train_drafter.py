@@ -50,6 +50,7 @@ from common.cli import (
     human_bytes,
     in_range,
     positive_int,
+    reminder,
     run,
     say,
 )
@@ -558,7 +559,7 @@ def open_inputs(args):
 
 def wait_for_heldout(args):
     """The Shards of an extraction with --max-disk-gb, once its held-out part is there; not in a dry run."""
-    folder, spoke = Path(args.shards), -math.inf
+    folder, remind = Path(args.shards), reminder(0.0)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--shards {folder} is a file; give the folder of an extraction")
     while True:
@@ -573,10 +574,8 @@ def wait_for_heldout(args):
         if args.dry_run:
             raise UserError(f"--follow: the held-out part of {folder} is not there yet; start "
                             "extract_hidden_states.py --max-disk-gb, which makes it first")
-        if time.monotonic() - spoke > 60:
-            spoke = time.monotonic()
-            say(f"waiting for the held-out part of {folder}, which extract_hidden_states.py --max-disk-gb "
-                "makes first")
+        remind(f"waiting for the held-out part of {folder}, which extract_hidden_states.py --max-disk-gb "
+               "makes first")
         time.sleep(0.5)
 
 
@@ -1022,7 +1021,7 @@ class Stream:
 
     def _wait_for(self, block):
         """The entry of a block in the manifest, as soon as it is there."""
-        spoke = time.monotonic()
+        remind = reminder()
         while True:
             manifest = read_manifest(self.shards.folder)
             if settings_sha256(manifest) != self.shards.sha256:
@@ -1030,9 +1029,7 @@ class Stream:
             for entry in finished(manifest):
                 if entry["block"] == block:
                     return entry
-            if time.monotonic() - spoke > 60:
-                spoke = time.monotonic()
-                say(f"shard {block} of {self.planned['blocks']} is not there yet: is the extraction running?")
+            remind(f"shard {block} of {self.planned['blocks']} is not there yet: is the extraction running?")
             if self.stopped.wait(1.0):
                 raise UserError("stopped")
 

@@ -148,6 +148,19 @@ def split_words(flag, text):
         raise UserError(f"{flag} {text} cannot be split into words ({error}); balance its quotes") from None
 
 
+def reminder(first=60.0):
+    """A function that says its words of a wait at most once a minute, and not within `first` seconds."""
+    due = time.monotonic() + first
+
+    def remind(words):
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + 60.0
+            say(words)
+
+    return remind
+
+
 class Progress:
     """A bar on stderr when that is a terminal, otherwise a plain line every `every` seconds."""
 
