@@ -103,7 +103,6 @@ from common.target import (
     load_tokenizer,
     open_target,
     parse_layers,
-    quantisation,
     stop_ids,
 )
 from common.target_model import TargetModel, check_capture, fp8_kernels
@@ -812,9 +811,9 @@ def check_fits(job, device):
 
 def loaded_bytes(target, dtype):
     """Bytes of a target's weights as transformers holds them, by the headers of its files."""
-    wanted, quantised = 0 if dtype == "auto" else getattr(torch, dtype).itemsize, quantisation(target)
+    wanted, quantised = 0 if dtype == "auto" else getattr(torch, dtype).itemsize, target.quantisation
     plain = quantised.get("quant_method") == "compressed-tensors" or not fp8_kernels()
-    bits = weight_bits({"quantization_config": quantised}, target.text) or 16
+    bits = weight_bits(quantised, target.text) or 16
     total = 0
     for path in sorted(set(target.weights.values())):
         with safe_open(path, framework="pt") as file:

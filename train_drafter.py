@@ -657,9 +657,9 @@ def start_from_checkpoint(args, inputs, draft_vocab):
                                                         target.model_class)}
     compare_with_shards(args, inputs, made, f"the checkpoint {args.checkpoint}")
     kept = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-            "torch_dtype", "rope_parameters", "rope_theta", "rope_scaling")
-    config |= rotary_entries(config["rope_parameters"])
-    drafter.config = {**wanted, **{key: config[key] for key in kept}}
+            "torch_dtype")
+    drafter.config = {**wanted, **{key: config[key] for key in kept},
+                      **rotary_entries(config["rope_parameters"])}
     drafter.train()
     if args.remap_vocab:
         rows, promise = named_map(args, inputs, draft_vocab)

@@ -196,9 +196,6 @@ def drafter_config(target, draft_vocab, layers, **given):
     UserError for a target whose drafter could not be loaded.
     """
     text, hidden = target.text, target.hidden_size
-    if text["hidden_size"] != hidden:
-        raise UserError(f"the target's lm_head is {hidden} wide and its hidden size {text['hidden_size']}: "
-                        f"such targets are not supported")
     layer, _ = draft_layer(text, **given)
     eps = next((text[key] for key in EPSILONS if text.get(key)), 1e-6)
     return {

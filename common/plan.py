@@ -4,7 +4,6 @@ target."""
 import torch
 
 from common.cli import human_bytes, say
-from common.files import read_json
 from common.shards import bytes_per_token
 from common.target import load_config
 
@@ -29,10 +28,9 @@ def say_storages(sizes, tokens):
         say(f"  {name:<34}{size:>18,.0f}{human_bytes(size * tokens):>22}")
 
 
-def weight_bits(raw, text):
-    """Bits of a weight in the target's files by its config.json `raw` and the text config in it, scales of
-    groups included; None for a quantisation that does not say."""
-    stated = raw.get("quantization_config") or text.get("quantization_config")
+def weight_bits(stated, text):
+    """Bits of a weight in the target's files by the quantisation that its config states, {} for none, and its
+    text config, scales of groups included; None for a quantisation that does not say."""
     if not stated:
         return 32 if (text.get("dtype") or text.get("torch_dtype")) == "float32" else 16
     groups = list((stated.get("config_groups") or {}).values())
@@ -56,7 +54,7 @@ def serving_size(target, gpu_gb, trust_remote_code=False):
     except (ValueError, ImportError):  # no class for it in this transformers
         return None, None, None
     count = sum(parameter.numel() for parameter in model.parameters())
-    bits = weight_bits(read_json(target.folder / "config.json"), target.text)
+    bits = weight_bits(target.quantisation, target.text)
     if bits is None:
         return count, None, None
     size, gpus = int(count * bits / 8), 1

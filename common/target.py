@@ -33,6 +33,7 @@ class Target:
     name: str
     text: dict
     raw_text: dict  # as the file states it: hashed, so that the hash does not change with the library
+    quantisation: dict  # the quantization_config that its config states, {} where it states none
     model_class: str
     weights: dict  # tensor name -> file; {} of a target whose config alone was read
     embedding_name: str | None
@@ -106,7 +107,8 @@ def open_target(name, revision=None, trust_remote_code=False, config_only=False)
     check_numbers(folder, text)
     architectures = raw.get("architectures") or [""]
     facts = dict(
-        folder=folder, name=str(name), text=text, raw_text=_raw_text(raw), model_class=architectures[0],
+        folder=folder, name=str(name), text=text, raw_text=_raw_text(raw),
+        quantisation=stated_quantisation(raw, _raw_text(raw)), model_class=architectures[0],
         num_layers=text["num_hidden_layers"], logit_softcap=text.get("final_logit_softcapping"),
         logit_scale=_logit_scale(text),
     )
@@ -315,10 +317,9 @@ def stored_template_sha256(folder):
     return sha256_json(template) if template else ""
 
 
-def quantisation(target):
-    """The quantization_config that a target's config states, {} where it states none."""
-    raw = read_json(target.folder / "config.json")
-    return raw.get("quantization_config") or target.raw_text.get("quantization_config") or {}
+def stated_quantisation(raw, text):
+    """The quantization_config of a config.json or of the text config in it, {} where neither states one."""
+    return raw.get("quantization_config") or text.get("quantization_config") or {}
 
 
 def plain_weight(target, name):
@@ -337,7 +338,7 @@ def plain_weight(target, name):
         return tensor * scale.flatten()
     if scale.shape in (tensor.shape[:1], (len(tensor), 1)):
         return tensor * scale.view(-1, 1)
-    block = quantisation(target).get("weight_block_size") or (128, 128)
+    block = target.quantisation.get("weight_block_size") or (128, 128)
     if scale.shape != tuple(-(-size // step) for size, step in zip(tensor.shape, block, strict=True)):
         return None
     whole = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)

@@ -18,7 +18,6 @@ from common.target import (
     native_class,
     plain_weight,
     process_logits,
-    quantisation,
 )
 
 # Names in a config of what is no plain attention: recurrent states, where no layer_types tell; a sparse
@@ -174,8 +173,7 @@ class TargetModel:
         self.model.requires_grad_(False)
         self.lm_head = self.model.get_output_embeddings()
         self.dtype = self.lm_head.weight.dtype
-        slow = self.device.type == "cpu" and self.dtype == torch.bfloat16
-        if slow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if self.dtype == torch.bfloat16 and not fast_bfloat16(self.device):
             say("this CPU has no instructions for bfloat16, in which the target is computed: --dtype "
                 "float32 is several times as fast here")
         self.decoder = self.model.get_decoder()
@@ -319,6 +317,11 @@ class TargetModel:
                             f"logit); such a model is not supported")
 
 
+def fast_bfloat16(device):
+    """Whether a device has instructions for bfloat16: a CPU without is several times slower in it."""
+    return torch.device(device).type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def fp8_kernels():
     """Whether this machine multiplies fp8 weights as they are stored, in transformers."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -350,7 +353,7 @@ def unpacked(target, name):
     """[O, I] of a weight that compressed-tensors packed: int32 [O, I * bits / 32], the lowest bits first,
     each number 2^(bits-1) more than it is, times scales [O, groups], in whose dtype engines have it, too."""
     packed, scale = target.tensor(f"{name}_packed"), target.tensor(f"{name}_scale")
-    rows, columns = target.tensor(f"{name}_shape").tolist()
+    _, columns = target.tensor(f"{name}_shape").tolist()
     bits = 32 * packed.shape[1] // columns
     if f"{name}_zero_point" in target.weights or bits not in (4, 8):
         raise UserError(f"{target.folder}: {name} is packed to {bits} bits or has a zero point; 4 or 8 "
@@ -373,7 +376,7 @@ def _load(target, dtype, device, trust_remote_code):
     given = {} if native else {"trust_remote_code": True}
     source = target.folder
     scaled = any(name.endswith(".weight_scale_inv") for name in target.weights)
-    method = quantisation(target).get("quant_method") or ("fp8" if scaled else None)
+    method = target.quantisation.get("quant_method") or ("fp8" if scaled else None)
     if method == "compressed-tensors" or method == "fp8" and not fp8_kernels():
         # Without kernels transformers takes rows / rows of scales for the height of a block: 576 rows in
         # blocks of 128 would be multiplied by the wrong scales. And to unpack it wants a package, and an

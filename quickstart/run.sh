@@ -68,7 +68,8 @@ train() {
 # A CPU without instructions for bfloat16 is several times slower in it than in float32.
 fast=float32 precision=no
 if "$python" -c 'import sys, torch
-sys.exit(not torch.cuda.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported())'; then
+from common.target_model import fast_bfloat16
+sys.exit(not fast_bfloat16("cuda" if torch.cuda.is_available() else "cpu"))'; then
   fast=bfloat16 precision=bf16
 else
   echo "== no instructions for bfloat16 here: all is computed in float32" >&2

@@ -7,23 +7,23 @@ shards on disk. Medians are compared, of the time that passed and of this proces
 processes disturb less; the writing thread's is in it.
 """
 
-import argparse
 import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import extract_hidden_states
 from common.cli import Parser, positive_int, run, say
-from common.shards import STORE
+from common.shards import CANDIDATES, STORE
 from common.target import open_target, parse_layers
-from extract_hidden_states import Transformers
+from extract_hidden_states import Transformers, extract
 
 
 def main():
@@ -50,9 +50,11 @@ def main():
     batches = [torch.tensor([c["input_ids"] for c in part[n : n + count]], device=backend.device)
                for part in parts for n in range(0, len(part), count)]
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    options = argparse.Namespace(backend="hf", regenerate=False, max_batch_tokens=args.max_batch_tokens,
-                                 store=args.store, out=folder,
-                                 candidates=64 if args.teacher == "compact" else 0)
+    job = SimpleNamespace(args=SimpleNamespace(store=args.store, out=folder), sampling=None,
+                          batch_tokens=args.max_batch_tokens,
+                          candidates=CANDIDATES if args.teacher == "compact" else 0)
+    plan = SimpleNamespace(blocks=parts, skipped=[Counter() for _ in parts])
+    every = range(args.blocks)
 
     @torch.inference_mode()
     def bare(logits):
@@ -64,11 +66,7 @@ def main():
             torch.cuda.synchronize()
 
     def extraction():
-        manifest = {"block_lines": args.samples, "sampling": None, "max_length": args.tokens,
-                    "planned": {"blocks": args.blocks},
-                    "shards": [], "empty_blocks": [], "run": "bench"}
-        extract_hidden_states.extract(manifest, list(range(args.blocks)), dict(enumerate(parts)), [], None,
-                                      backend, options)
+        extract({"planned": {}}, [every], set(every), plan, backend, job, None)
 
     cases = {"decoder": lambda: bare(False), "decoder_and_logits": lambda: bare(True),
              "extraction": extraction}

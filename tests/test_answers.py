@@ -188,7 +188,8 @@ def test_an_answer_of_harmony_is_supervised_with_its_channels(tokenizer):
     row = {"messages": [ASK, {"role": "assistant", "content": "Two.", "thinking": "Hens."}]}
     ids, mask, dropped = renderer.encode(parse_row(row)["messages"])
     assert tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on]) == (
-        "<|channel|>analysis<|message|>Hens.<|end|><|start|>assistant<|channel|>final<|message|>Two.<|return|>")
+        "<|channel|>analysis<|message|>Hens.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>Two.<|return|>")
     assert not dropped
 
 

@@ -12,7 +12,7 @@ from common.cli import UserError
 from common.drafter import Drafter, drafter_config
 from common.loss import CompactTeacher, TrainStep
 from common.plan import serving_size, weight_bits
-from common.target import open_target
+from common.target import open_target, stated_quantisation
 from common.ttt import make_batch
 from tests import tiny
 from tests.scripts import call
@@ -118,7 +118,8 @@ def test_kimi_k25_from_its_config(tmp_path):
     ({"quantization_config": {"quant_method": "of tomorrow"}}, None),
 ])
 def test_bits_of_a_weight(stated, bits):
-    assert weight_bits(stated, stated) == weight_bits({"text_config": stated}, stated) == bits
+    nested = stated_quantisation({"text_config": stated}, stated)
+    assert weight_bits(stated_quantisation(stated, stated), stated) == weight_bits(nested, stated) == bits
 
 
 @pytest.mark.parametrize("kind", ["llama", "heads"])

@@ -398,9 +398,8 @@ def test_remap_counts(work):
 
 
 @pytest.mark.parametrize("scale", ["block", "row", "tensor", "none", "packed"])
-def test_quantised_weights_are_multiplied_by_their_scale_or_left(tmp_path, scale):
+def test_quantised_weights_are_multiplied_by_their_scale_or_left(scale):
     """Blocks of 128 x 128 whose last ones are cut, as of DeepSeek's 576 rows."""
-    (tmp_path / "config.json").write_text("{}")
     torch.manual_seed(0)
     weight = torch.randn(200, 130)
     steps = {"block": torch.rand(2, 2) + 0.5, "row": torch.rand(200, 1) + 0.5, "tensor": torch.rand(1) + 0.5}
@@ -412,7 +411,7 @@ def test_quantised_weights_are_multiplied_by_their_scale_or_left(tmp_path, scale
     if scale == "packed":
         tensors = {"w": torch.zeros(200, 65, dtype=torch.uint8), "w_scale": torch.ones(1)}
     names = {name for name, tensor in tensors.items() if tensor is not None}
-    target = SimpleNamespace(weights=names, tensor=tensors.get, folder=tmp_path, raw_text={})
+    target = SimpleNamespace(weights=names, tensor=tensors.get, quantisation={})
     found = plain_weight(target, "w")
     if scale in ("none", "packed"):
         assert found is None
