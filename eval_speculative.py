@@ -292,8 +292,7 @@ def check_drafters(args, setup):
         warnings = check_shards(setup.shards, here, args.force)
         told = made_for(setup.shards.manifest)
         here = {**told, **here}  # their layers and template arguments are the drafters' too
-    wanted = {"target_hidden_size": target.hidden_size, "hidden_size": target.hidden_size,
-              "vocab_size": target.vocab_size}
+    wanted = {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     for one in setup.candidates:
         config, folder = one.drafter.config, one.folder
         for key, size in wanted.items():

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
@@ -112,8 +113,10 @@ from common.vocab import (
     shortened,
 )
 
-LAYER_FLAGS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+LAYER_FLAGS = {"hidden_size": "hidden_size", "heads": "num_attention_heads",
+               "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
                "intermediate_size": "intermediate_size"}
+PRINCIPAL_TOKENS = 16384  # at most so many say which directions of the target's states a narrow drafter keeps
 WARMUP = 0.03  # share of the steps with a rising rate, then cosine to zero: enough for AdamW's moments
 MAX_GRAD_NORM = 0.5  # gradients are scaled down to this norm, as in EAGLE
 DEPTH_DECAY = 0.8  # depth k counts this to the power k in the loss, as in EAGLE-3
@@ -186,6 +189,7 @@ class Start:
     map_rows: torch.Tensor | None  # int64 [D] target ids, ascending; None for the full vocabulary
     copied: int | None = None  # tensors of the layer that are the target's, from scratch
     unread: int = 0  # tensors of the target's last layer that are stored in a way that is not read
+    kept: float | None = None  # of a narrow one from scratch: the share of the states' variance in its width
     remapped: dict | None = None  # with --remap-vocab, how many rows were carried over, are new, were dropped
     coverage: float | None = None  # of the supervised tokens that are trained on
     coverage_heldout: float | None = None
@@ -264,11 +268,13 @@ def parse_args():
         "--vocab-map or full: lm_head rows of tokens in both are carried over, others start from the "
         "target's; default off: its rows mean the tokens of its own map")
 
-    own = "the draft layer's, from scratch; default the target's, or what docs/targets.md says"
-    add("--heads", type=positive_int, metavar="N", help=f"attention heads: {own}")
-    add("--kv-heads", type=positive_int, metavar="N", help=f"key-value heads: {own}")
-    add("--head-dim", type=positive_int, metavar="N", help=f"width of a head: {own}")
-    add("--intermediate-size", type=positive_int, metavar="N", help=f"width of the MLP: {own}")
+    add("--hidden-size", type=positive_int, metavar="N", help="width of the drafter, from scratch; default "
+        "the target's. A narrower one has an embedding of its own, made from the target's and frozen, and "
+        "makes all rows of the lm_head as cheap as fewer of them")
+    for flag, what in (("--heads", "attention heads"), ("--kv-heads", "key-value heads"),
+                       ("--head-dim", "width of a head"), ("--intermediate-size", "width of the MLP")):
+        add(flag, type=positive_int, metavar="N", help=f"{what}: the draft layer's, from scratch; default "
+            "the target's, or what docs/targets.md says")
 
     add = parser.add_argument_group("recipe").add_argument
     add("--ttt-steps", type=in_range(1, 128, low_too=True, kind=int), default=3, help="depth of "
@@ -356,7 +362,7 @@ def whole_run(args, accelerator):
         return plan_from_config(args, accelerator)
     inputs = open_inputs(args)
     start = choose_start(args, inputs)
-    plan = make_plan(args, inputs)
+    plan = make_plan(args, inputs, start)
     settings = run_settings(args, inputs, start, plan, accelerator)
     if not args.dry_run and RANK == 0:
         check_run(args.out, settings, args.resume)
@@ -391,8 +397,9 @@ def check_arguments(args):
     if args.init == "scratch" and args.remap_vocab:
         raise UserError("--remap-vocab goes with --init checkpoint; leave it out with --init scratch")
     if args.init == "checkpoint" and given_shape(args):
-        raise UserError("--heads, --kv-heads, --head-dim and --intermediate-size are for --init scratch; "
-                        "leave them out, a checkpoint has its own")
+        flags = [f"--{flag.replace('_', '-')}" for flag in LAYER_FLAGS]
+        raise UserError(f"{', '.join(flags)} are for --init scratch; leave them out, a checkpoint has its "
+                        "own")
     if args.follow and (args.epochs or 1) > 1:
         raise UserError(f"--epochs {args.epochs}: with --follow each shard is there once; leave --epochs "
                         "out, or extract without --max-disk-gb")
@@ -648,7 +655,7 @@ def start_from_checkpoint(args, inputs, draft_vocab):
     drafter, own = load_drafter(args.checkpoint, ordered=not args.remap_vocab, target=target)
     say(f"{args.checkpoint}: {drafter.used}")
     config, wanted = drafter.config, drafter_config(target, draft_vocab, layers)
-    for key in ("vocab_size", "hidden_size", "target_hidden_size"):
+    for key in ("vocab_size", "target_hidden_size"):
         if config[key] != wanted[key]:
             raise UserError(f"{args.checkpoint} has {key} {config[key]}, this run wants {wanted[key]}; it is "
                             "no drafter for this")
@@ -656,8 +663,8 @@ def start_from_checkpoint(args, inputs, draft_vocab):
     made = {**made_for(trained), "layers": captured_layers(config, target.num_layers, args.checkpoint,
                                                         target.model_class)}
     compare_with_shards(args, inputs, made, f"the checkpoint {args.checkpoint}")
-    kept = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-            "torch_dtype")
+    kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "rms_norm_eps", "torch_dtype")
     drafter.config = {**wanted, **{key: config[key] for key in kept},
                       **rotary_entries(config["rope_parameters"])}
     drafter.train()
@@ -688,7 +695,8 @@ def remap(drafter, own, rows, head):
     """Give the drafter lm_head rows for the target ids `rows`, int64 [D]: its own where it has the id, else
     the target's, moved by the mean of what has moved its own rows from the target's. Unmoved ones would
     outbid all that were trained: going from 32,000 rows to 49,152 the quickstart's drafter fell from 1.88 to
-    1.56, and with the move stayed at 1.88.
+    1.56, and with the move stayed at 1.88. Of a narrow drafter they are the target's by the linear map that
+    comes nearest to its own rows, by least squares.
 
     own: int64 [D'] target ids of the drafter, in any order; None stands for all, in both; head: the target's
     lm_head [V, H]. Returns how many rows were carried over, are new, and were dropped.
@@ -698,11 +706,22 @@ def remap(drafter, own, rows, head):
     place = place[rows]  # int64 [D] the checkpoint's row, or -1
     carried = place >= 0
     trained = drafter.lm_head.weight.detach()  # [D', H]
-    weight = head[rows].float() + (trained - head[own].float()).mean(0)  # [D, H]
+    started = head.float()  # [V, H]
+    if trained.shape[1] < head.shape[1]:
+        started = started @ nearest_map(started[own], trained)  # [V, h]
+    weight = started[rows] + (trained - started[own]).mean(0)  # [D, h]
     weight[carried] = trained[place[carried]]
     drafter.lm_head.weight, drafter.lm_head.out_features = torch.nn.Parameter(weight), len(rows)
     found = int(carried.sum())
     return {"carried": found, "new": len(rows) - found, "dropped": len(own) - found}
+
+
+def nearest_map(rows, wanted):
+    """float32 [H, h]: the matrix M for which rows [D, H] @ M comes nearest to `wanted` [D, h], with a little
+    weight decay where the rows leave some of it open."""
+    gram = (rows.T @ rows).double()  # [H, H]
+    gram.diagonal().add_(1e-4 * gram.diagonal().mean())
+    return torch.linalg.solve(gram, (rows.T @ wanted).double()).float()
 
 
 def layer_sources(target):
@@ -747,37 +766,98 @@ def norms_add_one(target, trust_remote_code):
 def start_from_scratch(args, inputs, draft_vocab, map_rows):
     """The Start of --init scratch: lm_head rows start as the target's rows, the layer and the final norm as
     the target's last ones wherever they fit, fc near to passing the last captured state through, and the rest
-    small and random."""
+    small and random. A narrow drafter starts as all of this seen in the directions that say most, see
+    `principal` and `project`."""
     target = inputs.target
     torch.manual_seed(args.seed)
     layers = inputs.shards.manifest["layers"]
     drafter = Drafter(drafter_config(target, draft_vocab, layers, **given_shape(args)))
-    sources = layer_sources(target)
+    width, full = drafter.config["hidden_size"], target.hidden_size
     spread = target.text.get("initializer_range") or 0.02
-    copied = unread = 0
-    one = 1.0 if norms_add_one(target, args.trust_remote_code) else 0.0
+    found, unread = last_layer(args, target)
+    found["lm_head"] = inputs.head if map_rows is None else inputs.head[map_rows]
+    kept, directions = None, torch.eye(full)
+    if width < full:
+        directions, kept = principal(inputs, width)  # [Ht, h]
+        project(found, directions)
+    copied = 0
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0.0, 0.1 * spread if name == "fc.weight" else spread)
-            source = sources.get(name.removesuffix(".weight"))
-            found = target.find(f"{source}.weight") if source else None
-            if found is None:
-                continue
-            tensor = plain_weight(target, found)
+            tensor = found.get(name.removesuffix(".weight"))
             if tensor is None:
-                unread += 1
                 continue
-            if "norm" in name:
-                tensor = tensor + one
             if tensor.dim() == 2 and tensor.shape[1] * 2 == parameter.shape[1]:
                 tensor = torch.cat([tensor, tensor], dim=1) / 2
             if tensor.shape == parameter.shape:
                 parameter.copy_(tensor)
-                copied += 1
-        drafter.fc.weight[:, 2 * target.hidden_size :] += torch.eye(target.hidden_size)
-        drafter.lm_head.weight.copy_(inputs.head if map_rows is None else inputs.head[map_rows])
-    return Start(drafter, map_rows, copied=copied, unread=unread)
+                copied += name != "lm_head.weight"
+        drafter.fc.weight[:, 2 * full :] += directions.T
+        if width < full:
+            table = inputs.embedding.float() @ directions  # [V, h]
+            table *= inputs.embedding.float().norm() / table.norm() * math.sqrt(width / full)
+            drafter.embed_tokens.weight.copy_(table.bfloat16())  # as it is exported: it is not trained
+    return Start(drafter, map_rows, copied=copied, unread=unread, kept=kept)
+
+
+def last_layer(args, target):
+    """({parameter of a drafter, without .weight: tensor of the target's last layer or final norm}, how many
+    are stored in a way that is not read)."""
+    found, unread = {}, 0
+    one = 1.0 if norms_add_one(target, args.trust_remote_code) else 0.0
+    for name, source in layer_sources(target).items():
+        stored = target.find(f"{source}.weight")
+        if stored is None:
+            continue
+        tensor = plain_weight(target, stored)
+        if tensor is None:
+            unread += 1
+            continue
+        found[name] = tensor + one if "norm" in name else tensor
+    return found, unread
+
+
+def principal(inputs, width):
+    """(P float32 [Ht, h], the share of the variance that it keeps): the first h principal directions of what
+    a drafter's states have to hold, the embeddings of the tokens, as often as they occur, and the states that
+    the lm_head reads. Each part counts the same. For the second stands the last captured state, which is
+    stored in every kind of shards, with the length and the weights that the final norm gives it."""
+    target, (shards, samples) = inputs.target, inputs.yardstick
+    counts, states, tokens = torch.full((len(inputs.embedding),), 0.5), [], 0
+    for number in samples:
+        sample = shards.sample(int(number), ("input_ids", "aux_hidden_states"))
+        counts += sample["input_ids"].bincount(minlength=len(counts))
+        states.append(sample["aux_hidden_states"][:, 2 * target.hidden_size :])
+        tokens += len(states[-1])
+        if tokens >= PRINCIPAL_TOKENS:
+            break
+    parts = [inputs.embedding.float() * counts.sqrt()[:, None]]  # [V, Ht]
+    if states:
+        parts.append(F.rms_norm(torch.cat(states).float(), (target.hidden_size,)))  # [T, Ht]
+    covariance = sum((part.T @ part / part.square().sum()).double() for part in parts)  # [Ht, Ht]
+    values, vectors = torch.linalg.eigh(covariance)  # ascending
+    return vectors[:, -width:].float(), float(values[-width:].sum() / values.sum())
+
+
+def project(found, directions):
+    """Turn the tensors of `last_layer` and the lm_head into those of a drafter whose states are the target's
+    in the `directions` [Ht, h], in place. What reads states has its norm's weights folded into its columns,
+    and is as large as before on states that are shorter by sqrt(h / Ht); what writes them is projected."""
+    full, width = directions.shape
+    longer = math.sqrt(full / width)
+    norms = {"midlayer.self_attn.": "midlayer.input_layernorm", "midlayer.mlp.":
+             "midlayer.post_attention_layernorm", "lm_head": "norm"}
+    for name in [name for name in found if "norm" not in name]:
+        tensor = found[name].float()
+        if name.endswith(("o_proj", "down_proj")):
+            found[name] = directions.T @ tensor  # [h, ...]
+            continue
+        norm = next(norm for part, norm in norms.items() if name.startswith(part))
+        weights = found.get(norm, torch.ones(full)).float()
+        found[name] = (tensor * weights) @ directions / longer  # [..., h]
+    for name in [name for name in found if "norm" in name]:
+        found[name] = torch.ones(width)
 
 
 def covered_share(args, inputs, rows, promise):
@@ -819,8 +899,8 @@ def covered_share(args, inputs, rows, promise):
 # The plan
 
 
-def make_plan(args, inputs):
-    """The Plan: what was not said is chosen by the data and the target."""
+def make_plan(args, inputs, start):
+    """The Plan: what was not said is chosen by the data and the drafter."""
     shards, samples = inputs.shards, inputs.samples
     epochs = args.epochs or (1 if args.follow else 2)
     tokens = expected_tokens(shards) if args.follow else int(shards.index[samples, 2].sum()) * epochs
@@ -829,7 +909,7 @@ def make_plan(args, inputs):
         order = Stream(shards, args.out, batch_tokens, args.max_steps, args.seed)
     else:
         order = Order(shards.index[:, 2], samples, epochs, batch_tokens, args.max_steps, args.seed)
-    lr = args.lr or float(f"{0.3 / inputs.target.hidden_size:.1e}")
+    lr = args.lr or float(f"{0.3 / start.drafter.config['hidden_size']:.1e}")
     every = args.eval_every or max(1, order.steps // 10)
     return Plan(order, epochs, batch_tokens, lr, every, args.save_every or every)
 
@@ -1079,8 +1159,13 @@ def describe(args, inputs, start, plan, processes):
     kinds = ""
     if args.init == "scratch":
         kinds = "".join(f"; {reason}" for reason in draft_layer(inputs.target.text, **given_shape(args))[1])
-    say(f"draft layer: {config['num_attention_heads']} heads of {config['head_dim']}, "
-        f"{config['num_key_value_heads']} key-value heads, MLP of {config['intermediate_size']}{kinds}")
+    narrow = config["hidden_size"] < inputs.target.hidden_size
+    if start.kept is not None:
+        say(f"the drafter is {config['hidden_size']} wide, its target {inputs.target.hidden_size}: it starts "
+            f"in the directions that hold {start.kept:.1%} of the variance of embeddings and states")
+    say(f"draft layer: {config['hidden_size']} wide, {config['num_attention_heads']} heads of "
+        f"{config['head_dim']}, {config['num_key_value_heads']} key-value heads, MLP of "
+        f"{config['intermediate_size']}{kinds}")
     head, layer = head_and_layer(start.drafter)
     full = " (full, no map)" if start.map_rows is None else ""
     shares = []
@@ -1092,7 +1177,7 @@ def describe(args, inputs, start, plan, processes):
         f"lm_head {head / 1e6:.1f} M parameters beside {layer / 1e6:.1f} M in the layer; it covers "
         f"{' and '.join(shares)}")
     order, about = plan.order, "about " if args.follow else ""
-    frozen = "the embedding is the target's, frozen"
+    frozen = "the embedding is its own, frozen" if narrow else "the embedding is the target's, frozen"
     if args.freeze_lm_head:
         frozen += ", the lm_head stays as it is"
     say(f"training {start.trainable / 1e6:.1f} M parameters ({frozen}) for {about}{order.steps} steps of "
@@ -1131,7 +1216,8 @@ def head_and_layer(drafter):
 def dry_run_summary(args, inputs, start, plan, accelerator):
     """The summary of --dry-run, after what it costs was said."""
     order = plan.order
-    compact, table = "teacher_ids" in inputs.shards.manifest["stored"], inputs.embedding.nbytes
+    compact = "teacher_ids" in inputs.shards.manifest["stored"]
+    table = start.drafter.table(inputs.embedding).nbytes
     # A sample is not cut: a process takes the longest one whole, alone.
     longest = int(inputs.shards.index[:, 2].max())
     parts = accelerator.num_processes * args.gradient_accumulation_steps
@@ -1160,8 +1246,11 @@ def is_matrix(name, parameter):
 def checkpoint_bytes(drafter):
     """Of a checkpoint: float32 weights and the export in bfloat16; of what is trained two moments, of the
     layer's matrices one."""
-    return sum(parameter.numel() * (6 + parameter.requires_grad * (4 if is_matrix(name, parameter) else 8))
-               for name, parameter in drafter.named_parameters())
+    total = 6 * drafter.embed_tokens.weight.numel() if hasattr(drafter, "embed_tokens") else 0
+    for name, parameter in drafter.named_parameters():
+        moments = 4 if is_matrix(name, parameter) else 8
+        total += parameter.numel() * (6 + parameter.requires_grad * moments)
+    return total
 
 
 def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerator, device):
@@ -1171,6 +1260,7 @@ def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerat
     processes, wide = accelerator.num_processes, 2 if accelerator.mixed_precision == "bf16" else 4
     config, depths = drafter.config, args.ttt_steps
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    full = config["target_hidden_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head = drafter.lm_head.weight.numel()
     layer = sum(part.numel() for name, part in drafter.named_parameters() if is_matrix(name, part))
@@ -1196,15 +1286,15 @@ def step_memory(args, drafter, embedding_bytes, compact, batch_tokens, accelerat
         attention = size * (3 * heads + (depths + 3) * kv_heads)
     mlp = 0 if args.gradient_checkpointing else hidden + 4 * inner
     kept = depths * (6 * hidden + mlp + attention) + 3 * hidden + size * (2 * heads + 2 * kv_heads)
-    kept += 3 * hidden if wide == 4 else 0  # the batch's states, which come in bfloat16
-    batch = 2 * (3 if compact else 4) * hidden + (6 * CANDIDATES if compact else 0) + 17
+    kept += 3 * full if wide == 4 else 0  # the batch's states, which come in bfloat16
+    batch = 2 * (3 if compact else 4) * full + (6 * CANDIDATES if compact else 0) + 17
     rows = config["draft_vocab_size"]
     computed = torch.bfloat16 if wide == 2 else torch.float32
     chunk = min(tokens, chunk_rows(device, computed, rows, depths))
     piece = DEVICE_PIECE if fuses(device) else PIECE
     logits = wide * rows * (chunk * (depths + (1 if compact else 2)) + piece)
     return {"weights, gradients and moments": state,
-            "embedding, teacher and copies": embedding_bytes + wide * teacher_rows * hidden + copies,
+            "embedding, teacher and copies": embedding_bytes + wide * teacher_rows * full + copies,
             "batches and what is kept of them": tokens * (wide * kept + 2 * batch) + logits}
 
 
@@ -1251,11 +1341,12 @@ def plan_drafter(args, target, rows, batch_tokens, accelerator):
     training by the compact teacher."""
     layers = [2, 3, 4]  # no size depends on which
     with torch.device("meta"):
-        drafter = Drafter(drafter_config(target, rows, layers))
+        drafter = Drafter(drafter_config(target, rows, layers, **given_shape(args)))
     drafter.lm_head.weight.requires_grad_(not args.freeze_lm_head)
     drafter_head, others = head_and_layer(drafter)
-    fc, table = drafter.fc.weight.numel(), target.vocab_size * target.hidden_size
-    table_bytes = table * (4 if target.text.get("dtype") == "float32" else 2)
+    fc, table = drafter.fc.weight.numel(), target.vocab_size * drafter.config["hidden_size"]
+    narrow = drafter.config["hidden_size"] < target.hidden_size
+    table_bytes = table * (4 if narrow or target.text.get("dtype") == "float32" else 2)
     memory = step_memory(args, drafter, table_bytes, True, batch_tokens, accelerator, "cuda")
     return {"layer": others - fc, "fc": fc, "lm_head": drafter_head, "embedding": table, "memory": memory,
             "memory_bytes": sum(memory.values()), "checkpoint_bytes": checkpoint_bytes(drafter)}
@@ -1269,7 +1360,7 @@ def say_columns(columns):
     line("drafter: rows of its lm_head", [f"{rows:,}" for rows in columns])
     columns = list(columns.values())
     for title, key in (("the layer", "layer"), ("fc", "fc"), ("lm_head", "lm_head"),
-                       ("embedding, the target's, frozen", "embedding")):
+                       ("embedding, frozen", "embedding")):
         line(f"  {title}", [f"{column[key] / 1e6:,.1f} M" for column in columns])
     for title in columns[0]["memory"]:
         line(f"  {title}", [human_bytes(column["memory"][title]) for column in columns])
@@ -1333,8 +1424,8 @@ def begin(args, inputs, start, plan, accelerator, settings):
         if RANK == 0:
             progress, moments = load_checkpoint(args.out, drafter, progress)
         progress = from_main(progress)
-        for weight in drafter.state_dict().values() if accelerator.num_processes > 1 else ():
-            torch.distributed.broadcast(weight, 0)
+    for weight in drafter.state_dict().values() if accelerator.num_processes > 1 else ():
+        torch.distributed.broadcast(weight, 0)
     if args.follow:
         plan.order.begin(progress)
     step = TrainStep(drafter, embedding, teacher, args.ttt_steps, DEPTH_DECAY, args.loss)

@@ -175,7 +175,7 @@ class Draft:
         ones."""
         self.cache = cache
         self.drafter = drafter
-        self.embedding = embedding
+        self.embedding = embedding = drafter.table(embedding)
         self.rows = rows
         self.layers = layers
         self.state = embedding.new_empty(cache.most, embedding.shape[1])  # [B, H]: h'' of the last rows

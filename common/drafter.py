@@ -7,6 +7,9 @@ layers, concatenated), row t pairs state t with token t+1 and predicts token t+2
     a      = cat(input_layernorm(embed(x[t+1])), hidden_norm(h))   # [N, 2H] into q, k, v
     h      = h + attention(a);  h = h + mlp(post_attention_layernorm(h))
     logits = lm_head(norm(h))                                      # h BEFORE norm is the next step's h
+
+embed is the target's. A drafter narrower than its target, hidden_size below target_hidden_size, has one of
+its own, embed_tokens.weight [V, H]; both engines then take that.
 """
 
 import math
@@ -76,6 +79,9 @@ class Drafter(nn.Module):
         def linear(rows, columns):
             return nn.Linear(columns, rows, bias=False)
 
+        if hidden != config["target_hidden_size"]:  # it is not trained: no parameter
+            self.embed_tokens = nn.Module()
+            self.embed_tokens.register_buffer("weight", torch.empty(config["vocab_size"], hidden))
         self.fc = linear(hidden, 3 * config["target_hidden_size"])
         self.midlayer = nn.ModuleDict({
             "input_layernorm": RMSNorm(hidden, eps=eps),
@@ -97,6 +103,10 @@ class Drafter(nn.Module):
         self.lm_head = linear(config["draft_vocab_size"], hidden)
         inverse_frequencies, self.rope_factor = rotary_settings(config)
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+
+    def table(self, embedding):
+        """The embedding that it drafts with [V, H]: its own, or else the target's raw one, `embedding`."""
+        return self.embed_tokens.weight if hasattr(self, "embed_tokens") else embedding
 
     def fuse(self, embedded, hidden):
         """a = cat(norm(e), norm(h)): [..., H] and [..., H] to [..., 2H]."""
@@ -149,15 +159,19 @@ def rotary_settings(config):
 
 
 def draft_layer(text, **given):
-    """({num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rope_parameters} of a drafter
-    for a target of text config `text`, sentences on what of it is not the target's own).
+    """({hidden_size, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rope_parameters}
+    of a drafter for a target of text config `text`, sentences on what of it is not the target's own).
 
-    given: any of these numbers, taken as they are. Raises UserError for heads that cannot be.
+    given: any of these numbers, taken as they are. Raises UserError for heads that cannot be, and for a
+    drafter wider than its target.
     """
-    hidden, reasons = text["hidden_size"], []
+    hidden, reasons = given.get("hidden_size", text["hidden_size"]), []
+    if hidden > text["hidden_size"]:
+        raise UserError(f"a drafter of hidden size {hidden} would be wider than its target, "
+                        f"{text['hidden_size']}; give --hidden-size that or less")
     heads = text["num_attention_heads"]
     kv_heads = text.get("num_key_value_heads") or heads
-    head_dim = text.get("head_dim") or hidden // heads
+    head_dim = text.get("head_dim") or text["hidden_size"] // heads
     if text.get("kv_lora_rank") is not None:  # its head_dim is a part of a head
         value_dim = text.get("v_head_dim")
         head_dim = value_dim if value_dim in (64, 128, 256) else 128 if hidden >= 1024 else 64
@@ -165,7 +179,8 @@ def draft_layer(text, **given):
             heads = max(1, hidden // head_dim)
         kv_heads = math.gcd(heads, 8)
         reasons.append("plain heads in place of latent attention")
-    inner = text.get("intermediate_size_mlp") or text.get("intermediate_size") or 4 * hidden
+    inner = text.get("intermediate_size_mlp") or text.get("intermediate_size")
+    inner = inner or 4 * text["hidden_size"]
     if isinstance(inner, (list, tuple)):  # one a layer
         inner = inner[0]
     if inner < 2 * hidden and any(text.get(key) for key in EXPERTS):
@@ -178,8 +193,8 @@ def draft_layer(text, **given):
                        "otherwise in a drafter")
         rope["rope_type"], known = "default", ()
     rope = {key: rope[key] for key in ("rope_theta", "rope_type", *known) if key in rope}
-    layer = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
-             "intermediate_size": inner, "rope_parameters": rope, **given}
+    layer = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+             "head_dim": head_dim, "intermediate_size": inner, "rope_parameters": rope, **given}
     if layer["num_attention_heads"] % layer["num_key_value_heads"]:
         raise UserError(f"the draft layer would have {layer['num_key_value_heads']} key-value heads for "
                         f"{layer['num_attention_heads']} heads; give --kv-heads a divisor of --heads")
@@ -195,12 +210,12 @@ def drafter_config(target, draft_vocab, layers, **given):
     layers: three HF hidden_states indices; given: numbers of the draft layer, see `draft_layer`. Raises
     UserError for a target whose drafter could not be loaded.
     """
-    text, hidden = target.text, target.hidden_size
+    text = target.text
     layer, _ = draft_layer(text, **given)
     eps = next((text[key] for key in EPSILONS if text.get(key)), 1e-6)
     return {
         "architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
-        "hidden_size": hidden, "target_hidden_size": hidden, **layer,
+        "target_hidden_size": target.hidden_size, **layer,
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
         "vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab,
         "max_position_embeddings": text["max_position_embeddings"],
@@ -308,7 +323,7 @@ def load_drafter(folder, dtype=torch.float32, ordered=True, target=None):
     tensors = _read_tensors(folder)
     used = [f"{len(tensors)} tensors"]
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if tensors.pop("embed_tokens.weight", None) is not None:
+    if "embed_tokens.weight" not in wanted and tensors.pop("embed_tokens.weight", None) is not None:
         used.append("embed_tokens.weight left out, the target's embedding serves")
     if d2t is not None and t2d is None:
         t2d = torch.zeros(config["vocab_size"], dtype=torch.bool)
@@ -350,9 +365,10 @@ def _read_tensors(folder):
 
 
 def check_embedding(folder, target):
-    """Refuse a drafter with an embedding of its own: vLLM would take it, and SGLang the target's."""
+    """Refuse a drafter as wide as the target that has an embedding of its own: vLLM would take it, and SGLang
+    the target's."""
     own = _read_tensors(Path(folder)).get("embed_tokens.weight")
-    if own is None:
+    if own is None or own.shape[1] < target.hidden_size:
         return
     wanted = target.embedding()
     if own.shape != wanted.shape or not torch.equal(own.to(wanted.dtype), wanted):

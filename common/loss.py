@@ -183,7 +183,8 @@ class TrainStep(nn.Module):
     def __init__(self, drafter, embedding, teacher, depths, decay, loss="kl"):
         super().__init__()
         self.drafter = drafter
-        self.frozen = (embedding, teacher)  # in a tuple: neither parameters nor buffers of this module
+        # in a tuple: neither parameters nor buffers of this module
+        self.frozen = (drafter.table(embedding), teacher)
         self.depths, self.loss = depths, loss
         weights = [decay**depth for depth in range(depths)]
         self.depth_weights = torch.tensor(weights, dtype=torch.float64).to(embedding.device)
@@ -361,6 +362,7 @@ def draft_hits(drafter, embedding, batch, map_rows, depths):
     target token outside the draft vocabulary is a miss. map_rows: int64 [D] target ids, None for the full
     vocabulary.
     """
+    embedding = drafter.table(embedding)
     device, chosen = embedding.device, batch["target_argmax"].cpu()
     rows, supervised = supervised_rows(batch["loss_mask"].cpu(), batch["bounds"], depths)
     if not len(rows):

@@ -24,11 +24,13 @@ from tests import tiny
 from tests.scripts import EXACT, ROOT, call
 
 PYTHONS = {"sglang": "SGLANG_PYTHON", "vllm": "VLLM_PYTHON"}
-CASES = {  # name: kind of target, draft vocabulary, layers
+CASES = {  # name: kind of target, draft vocabulary, layers, and more arguments of train_drafter.py
     "llama-reduced": ("llama", 100, "auto"),
     "llama-full-other-layers": ("llama", "full", "3,4,6"),
     "qwen3-full": ("qwen3", "full", "auto"),
     "qwen3-reduced-other-layers": ("qwen3", 100, "1,4,7"),
+    "llama-narrow-full": ("llama", "full", "auto", "--hidden-size", 32),
+    "qwen3-narrow-reduced": ("qwen3", 100, "auto", "--hidden-size", 48),
 }
 REAL = dict(enumerate(os.environ["PARITY_DRAFTER"].split(":"))) if os.environ.get("PARITY_TARGET") else {}
 NAMES = [*CASES, *(f"real-{number}" for number in REAL)]
@@ -57,11 +59,11 @@ def local(tmp_path_factory):
     unseen = torch.randint(3, 300, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = tiny.write_rows(work / "prompts.jsonl", [*rows, {"input_ids": unseen}])
     found = {}
-    for name, (kind, draft_vocab, layers) in CASES.items():
+    for name, (kind, draft_vocab, layers, *shape) in CASES.items():
         target = work / kind
         if not target.exists():
             tiny.make_target(target, kind, seed=3, head_dim=32)  # vLLM's attention takes no narrower heads
-        drafter = half_trained(work / name, target, learnt, draft_vocab, layers)
+        drafter = half_trained(work / name, target, learnt, draft_vocab, layers, shape)
         found[name] = {"target": target, "drafter": drafter, "prompts": prompts}
     for number, folder in REAL.items():
         found[f"real-{number}"] = {"target": Path(os.environ["PARITY_TARGET"]).resolve(),
@@ -75,7 +77,7 @@ def local(tmp_path_factory):
     return found
 
 
-def half_trained(work, target, rows, draft_vocab, layers):
+def half_trained(work, target, rows, draft_vocab, layers, shape):
     call("extract_hidden_states", *EXACT, "--target", target, "--data", rows, "--out", work / "shards",
          "--regenerate", "--layers", layers, "--max-new-tokens", LIMIT, "--dtype", "float32", "--heldout", 0)
     vocab_map = []
@@ -84,7 +86,7 @@ def half_trained(work, target, rows, draft_vocab, layers):
              "--out", work / "map")
         vocab_map = ["--vocab-map", work / "map"]
     call("train_drafter", "--shards", work / "shards", "--target", target, "--out", work / "drafter",
-         "--draft-vocab", draft_vocab, *vocab_map, "--eval-shards", work / "shards", "--ttt-steps", 3,
+         "--draft-vocab", draft_vocab, *vocab_map, *shape, "--eval-shards", work / "shards", "--ttt-steps", 3,
          "--epochs", 12, "--lr", 1e-2, "--batch-tokens", 200)
     return work / "drafter"
 
